@@ -1,0 +1,131 @@
+"""What the operating system offers, behind feature tests: kernel locks, private files, fork hooks, kinds of file system.
+
+Everything above asks here and never for `sys.platform`. Linux is tested; elsewhere a missing feature costs the feature,
+not the import.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import lock_descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PRIVATE_DIRECTORY = 0o700
+_PRIVATE_FILE = 0o600
+
+_VOLATILE = {
+    "tmpfs": "it is in memory (tmpfs) and gone at a reboot",
+    "ramfs": "it is in memory (ramfs) and gone at a reboot",
+    "overlay": "it is in a container's own layer (overlay) and gone with the container",
+}
+_REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"})
+
+
+@dataclass(slots=True)
+class KernelLock:
+    """A lock on a file of its own, held by this process until :meth:`release` or its death, however it dies."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Give the lock up. The file stays, so that waiters and newcomers agree on the inode."""
+        os.close(self.descriptor)
+
+    def forget(self) -> None:
+        """In a forked child: drop the inherited copy, which leaves the parent's lock as it was.
+
+        Unlocking would free the parent's lock, and keeping the copy would outlive the parent with it.
+        """
+        os.close(self.descriptor)
+
+
+def try_lock(path: Path) -> KernelLock | None:
+    """Lock ``path``, creating it; None if another process, or another part of this one, holds it.
+
+    Never falls back to something weaker: a file system without kernel locks raises OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    while True:
+        descriptor = os.open(path, flags, _PRIVATE_FILE)
+        try:
+            held = lock_descriptor(descriptor, blocking=False)
+            if held and _same_file(descriptor, path):
+                return KernelLock(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        if not held:
+            return None
+        # The file was unlinked or replaced between opening and locking: what we hold guards nothing.
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def make_private_directory(path: Path) -> None:
+    """Create ``path`` with its parents, readable by this user only. An existing directory is left as it is."""
+    path.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+
+
+def make_private_file(path: Path) -> None:
+    """Create an empty ``path`` readable by this user only, if it is not there; never follows a link."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(path, flags, _PRIVATE_FILE))
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why no file can be made in the directory ``path``, or None. Tries it: permission bits alone do not tell."""
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return "it is not a directory"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), _PRIVATE_FILE))
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def why_not_durable(path: Path) -> str | None:
+    """Why files below ``path`` may not outlive this machine's next restart, or None if nothing speaks against it."""
+    kind = _file_system(path)
+    if kind in _REMOTE:
+        return f"it is on a network file system ({kind}), where a crash of this machine is not the only risk"
+    return _VOLATILE.get(kind or "")
+
+
+def _file_system(path: Path) -> str | None:
+    try:
+        lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+        resolved = path.resolve()
+    except OSError:
+        return None
+    best = (0, None)
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = Path(left.split()[4].encode().decode("unicode_escape"))
+        if resolved.is_relative_to(mount) and len(mount.parts) >= best[0]:
+            best = (len(mount.parts), right.split()[0])
+    return best[1]
+
+
+def at_fork(*, before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
+    """Run these around every fork of this process; nothing where processes do not fork."""
+    register = getattr(os, "register_at_fork", None)
+    if register is not None:
+        register(before=before, after_in_parent=in_parent, after_in_child=in_child)
