@@ -1,0 +1,210 @@
+"""The engine: one thread per process with its own event loop, where memlog's network calls and sending live.
+
+Nothing is bound to the caller's loop: frameworks make a new loop per turn, and a loop that closes must not stop what
+was promised. Results cross back over :func:`outcome`, which holds no thread and works on asyncio and trio. The thread
+starts with the first use, never at import, and again after a fork.
+
+A second thread runs the users' callbacks, so that a slow or raising one stops nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+import sniffio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from concurrent.futures import Future
+
+logger = logging.getLogger("memlog")
+
+T = TypeVar("T")
+
+_STOP_SECONDS = 1.0
+
+
+def waker(call: Callable[[], object]) -> Callable[[], None]:
+    """A function for any thread that runs ``call`` in the loop this is called from. A closed loop is no error."""
+    if sniffio.current_async_library() == "trio":
+        import trio  # noqa: PLC0415 - only who runs trio has it
+
+        token = trio.lowlevel.current_trio_token()
+
+        def wake_trio() -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(call)
+
+        return wake_trio
+    loop = asyncio.get_running_loop()
+
+    def wake_asyncio() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call)
+
+    return wake_asyncio
+
+
+async def outcome(future: Future[T]) -> T:
+    """Wait for ``future`` in the caller's own loop; cancelling the wait cancels the future."""
+    if not future.done():
+        done = anyio.Event()
+        wake = waker(done.set)
+        future.add_done_callback(lambda _: wake())
+        try:
+            await done.wait()
+        except BaseException:
+            future.cancel()
+            raise
+    return future.result()
+
+
+class Engine:
+    """The thread and its loop. Get the process's one from :func:`running`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._live, name="memlog-engine", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            with contextlib.suppress(Exception):
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.sleep(0))
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def is_here(self) -> bool:
+        """Whether the caller runs in the engine's thread."""
+        return threading.current_thread() is self.thread
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` in the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Run ``call(*args)`` in the engine's loop; nothing if it is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(call, *args)
+
+    async def call(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        """Await ``function(*args, **options)`` in the engine's loop, from any loop. Cancelling cancels it there."""
+        if self.is_here():
+            return await function(*args, **options)
+        return await outcome(self.spawn(_as_coroutine(function, args, options)))
+
+    def block(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        """Like :meth:`call`, holding the calling thread; RuntimeError from memlog's own threads, which would wait for itself."""
+        refuse_own_thread()
+        future = self.spawn(_as_coroutine(function, args, options))
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, timeout: float) -> None:
+        """End the thread; what runs there is cancelled."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout)
+
+
+async def _as_coroutine(function: Callable[..., Awaitable[T]], args: Any, options: Any) -> T:
+    return await function(*args, **options)
+
+
+def refuse_own_thread() -> None:
+    """Raise RuntimeError in a thread that a blocking call would wait for."""
+    if threading.current_thread().name in ("memlog-engine", "memlog-writer"):
+        msg = "a blocking call from memlog's own thread would wait for itself; use another thread"
+        raise RuntimeError(msg)
+
+
+class Callbacks:
+    """The thread that runs users' callbacks, one after the other; their exceptions are logged, never propagated."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._live, name="memlog-callbacks", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            function, value = entry
+            try:
+                function(value)
+            except Exception:
+                logger.exception("memlog: a callback raised; memlog goes on")
+
+    def call(self, function: Callable[[Any], object], value: object) -> None:
+        """Queue ``function(value)``."""
+        self._queue.put((function, value))
+
+    def stop(self, timeout: float) -> None:
+        """Run what is queued, then end."""
+        self._queue.put(None)
+        self.thread.join(timeout)
+
+
+class _Process:
+    """What this process has running. Replaced whole in a forked child, where the threads do not exist."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.engine: Engine | None = None
+        self.callbacks: Callbacks | None = None
+
+
+_process = _Process()
+_parked: list[_Process] = []
+
+
+def _here() -> _Process:
+    global _process  # noqa: PLW0603 - threads belong to a process, and so does this
+    if _process.pid != os.getpid():
+        _parked.append(_process)  # never torn down: its loop and sockets are the parent's
+        _process = _Process()
+    return _process
+
+
+def running() -> Engine:
+    """This process's engine, started if need be."""
+    process = _here()
+    with process.lock:
+        if process.engine is None or not process.engine.thread.is_alive():
+            process.engine = Engine()
+        return process.engine
+
+
+def callbacks() -> Callbacks:
+    """This process's callback thread, started if need be."""
+    process = _here()
+    with process.lock:
+        if process.callbacks is None or not process.callbacks.thread.is_alive():
+            process.callbacks = Callbacks()
+        return process.callbacks
+
+
+@atexit.register
+def _stop() -> None:
+    # Runs after every exit hook registered later, which is those of the logs: by now all that was accepted is stored.
+    process = _here()
+    if process.engine is not None:
+        process.engine.stop(_STOP_SECONDS)
+    if process.callbacks is not None:
+        process.callbacks.stop(_STOP_SECONDS)

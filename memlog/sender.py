@@ -1,0 +1,562 @@
+"""The sender: takes stored batches to the server, conversation by conversation, and never gives one up without evidence.
+
+A *lane* is a conversation with something to send: at most one request in flight, strict order. Lanes are independent
+and share a number of requests in flight. There is no linger: an idle lane sends at once, and while a request is under
+way the lane collects; the next one takes all that fits.
+
+The *gate* is the whole site: closed while the server asks for a pause, cannot be reached, or refuses the credentials;
+behind it one request probes, and success opens it step by step.
+
+What a failure means is decided by :func:`memlog.retry.classify`; what it takes to act on it stands in ``_failed``: one
+odd answer neither stops a site nor makes a dead letter. After an unknown outcome the log is read before anything is
+sent again (:mod:`memlog.reconcile`).
+
+Lives in the engine's loop. Knows the buffer, the client and the clock; nothing of logs, receipts or callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from memlog import limits
+from memlog.errors import ClosedError, ConversationFullError, MemlogError, ProtocolError, TooLargeError, TransientError, to_record
+from memlog.events import Event, EventKind
+from memlog.payload import decode_items
+from memlog.reconcile import explain
+from memlog.retry import NO_RETRY, Verdict, classify
+from memlog.spool import next_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from memlog.buffer import Buffer, Spools
+    from memlog.client import Client
+    from memlog.errors import PermanentError
+    from memlog.models import Ack, Item
+    from memlog.reconcile import Explanation
+    from memlog.retry import RetryPolicy
+    from memlog.spool import Row
+
+logger = logging.getLogger("memlog")
+
+T = TypeVar("T")
+State = Literal["ok", "waiting", "blocked"]
+
+_REFUSALS_IN_A_ROW = 3
+_SAME_ANSWERS = 2
+_READ_BACK_ITEMS = limits.PAGE_ITEMS_MAX
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What is known of one conversation while it has something to send."""
+
+    conversation: str
+    next_seq: int | None = None  # where its next item should land; None: not known yet
+    suspect: bool = False  # something of it may have been sent without our seeing the answer
+    request: list[Row] | None = None  # its composition is frozen until its outcome is known
+    batches_max: int = limits.ITEMS_PER_BATCH_MAX
+    failures: int = 0
+    answers: tuple[int, str, int] | None = None  # row, answer and how often, while a single batch is being refused
+    held: bool = False
+    generation: int = 0  # of the gate, when its last request left
+    state: Literal["idle", "ready", "busy", "busy_and_woken", "waiting"] = "ready"
+
+
+@dataclass(slots=True)
+class Gate:
+    """The site: open, or closed until a moment of the monotonic clock, after which one request probes."""
+
+    width_max: int
+    width: int = 1
+    state: State = "ok"
+    reason: str | None = None
+    error: MemlogError | None = None
+    until: float = 0.0
+    failures: int = 0
+    generation: int = 0  # failures of requests sent before the gate last closed are no news
+
+    def close(self, state: State, delay: float, error: MemlogError, reason: str) -> bool:
+        """Close for ``delay`` seconds; whether that is a change of state."""
+        changed = self.state != state
+        self.state, self.reason, self.error = state, reason, error
+        self.until = max(self.until, time.monotonic() + delay)
+        self.width = 1
+        self.generation += 1
+        return changed
+
+    def succeed(self) -> bool:
+        """A request was answered; whether that opened the gate."""
+        changed = self.state != "ok"
+        self.state, self.reason, self.error = "ok", None, None
+        self.failures = 0
+        self.until = 0.0
+        self.width = min(self.width * 2, self.width_max)
+        return changed
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters since the log was opened in this process."""
+
+    requests_sent: int = 0
+    acknowledged_items: int = 0
+    refused_items: int = 0
+    duplicate_items: int = 0
+
+
+@dataclass(slots=True)
+class Sender:
+    """``tell`` gets every event, ``resolved`` the ids of batches whose outcome became known. Both in the engine's loop."""
+
+    buffer: Buffer
+    client: Client
+    policy: RetryPolicy
+    tell: Callable[[Event], None]
+    resolved: Callable[[str, Iterable[int]], None]
+    sealed: set[str]
+    gate: Gate = field(init=False)
+    traffic: Traffic = field(default_factory=Traffic)
+    in_flight: int = 0
+    _lanes: dict[str, Lane] = field(default_factory=dict)
+    _ready: deque[Lane] = field(default_factory=deque)
+    _troubled: deque[Lane] = field(default_factory=deque)
+    _troubled_in_flight: int = 0
+    _refusals: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.policy.requests_in_flight, width=self.policy.requests_in_flight)
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Send until cancelled. What is in flight then stays pending, and is looked for before it is sent again."""
+        try:
+            await self._recall()
+            while True:
+                self._work.clear()
+                delay = self._dispatch()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._work.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def wake(self, conversations: Iterable[str]) -> None:
+        """These conversations have something new on disk."""
+        for conversation in conversations:
+            lane = self._lanes.get(conversation)
+            if lane is None:
+                lane = self._lanes[conversation] = Lane(conversation)
+                self._enqueue(lane)
+            elif lane.state == "idle":
+                self._enqueue(lane)
+            elif lane.state == "busy":
+                lane.state = "busy_and_woken"
+        self._work.set()
+
+    @property
+    def state(self) -> tuple[State, str | None]:
+        """What sending is doing, and why: the gate's state, or ``waiting`` where every lane is held by itself."""
+        if self.gate.state == "ok" and self._lanes and all(lane.held for lane in list(self._lanes.values())):
+            return "waiting", f"{len(self._lanes)} conversation(s) wait after an error of their own"
+        return self.gate.state, self.gate.reason
+
+    def news(self) -> asyncio.Event:
+        """Set when something about what is pending or about the gate has changed since this call."""
+        return self._changed
+
+    async def _recall(self) -> None:
+        """Take up what earlier processes left: their lanes are suspect, and a pause the server asked for still holds."""
+
+        def read(spools: Spools) -> tuple[set[str], set[str], float]:
+            waiting = {conversation for spool in spools for conversation in spool.lanes()}
+            left = {conversation for spool in spools for conversation in spool.lanes(inherited=True)}
+            return waiting, left, max(float(spool.noted("gate_until") or 0) for spool in spools)
+
+        waiting, left, until = await _await(self.buffer.run(read))
+        pause = min(until - time.time(), limits.RETRY_AFTER_MAX)
+        if pause > 0:
+            error = TransientError("the server asked for a pause that has not ended", outcome="not_sent")
+            self._close_gate("waiting", pause, error, f"the server asked for a pause of {pause:.0f} more seconds")
+        for conversation in left:
+            lane = self._lanes.setdefault(conversation, Lane(conversation, state="idle"))
+            lane.suspect = True
+        self.wake(waiting)
+
+    def _dispatch(self) -> float | None:
+        """Start what may start now; how long until that changes by itself."""
+        now = time.monotonic()
+        if now < self.gate.until:
+            return self.gate.until - now
+        while self.in_flight < self.gate.width and (lane := self._next_lane()) is not None:
+            lane.state = "busy"
+            troubled = lane.failures > 0
+            self.in_flight += 1
+            self._troubled_in_flight += troubled
+            task = asyncio.get_running_loop().create_task(self._serve(lane, troubled=troubled))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return None
+
+    def _next_lane(self) -> Lane | None:
+        # Lanes in trouble use at most half of the requests, so that the others never wait for them.
+        if self._troubled and (self._troubled_in_flight < max(1, self.gate.width_max // 2)):
+            return self._troubled.popleft()
+        return self._ready.popleft() if self._ready else None
+
+    def _enqueue(self, lane: Lane) -> None:
+        lane.state = "ready"
+        (self._troubled if lane.failures else self._ready).append(lane)
+        self._work.set()
+
+    def _back_off(self, lane: Lane, delay: float) -> None:
+        lane.state = "waiting"
+        asyncio.get_running_loop().call_later(delay, self._enqueue, lane)
+
+    async def _serve(self, lane: Lane, *, troubled: bool) -> None:
+        """One step of one lane, and what comes after it."""
+        more = True
+        try:
+            more = await self._step(lane)
+        except ClosedError:
+            more = False  # the buffer was closed first, by the end of the process
+        except Exception as error:
+            logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)
+            self._hold(lane, TransientError(f"a defect: {type(error).__name__}"))
+        finally:
+            self.in_flight -= 1
+            self._troubled_in_flight -= troubled
+            self._work.set()
+        if lane.state == "waiting":
+            return
+        if more or lane.state == "busy_and_woken":
+            self._enqueue(lane)
+        else:
+            # An idle lane is forgotten: what is worth remembering of it is in the spool.
+            lane.state = "idle"
+            del self._lanes[lane.conversation]
+
+    async def _step(self, lane: Lane) -> bool:
+        """Send the lane's next request, or find out about its last one; whether there may be more to do."""
+        lane.generation = self.gate.generation
+        if lane.conversation in self.sealed:
+            return await self._seal(lane)
+        rows = lane.request or await self._fetch(lane)
+        if not rows:
+            return False
+        lane.request = rows
+        try:
+            start = await self._start_of(lane, rows[0])
+            if lane.suspect and await self._landed_before(lane, rows, start):
+                return True
+            lane.suspect = True  # until its outcome is known
+            ack = await self._append(lane, rows)
+            if ack is not None:
+                await self._acknowledge(lane, rows, await self._check(lane, rows, start, ack))
+        except ClosedError:
+            raise
+        except MemlogError as error:
+            # A read was refused, or the disk: no verdict on the batch, whatever the words.
+            await self._failed(lane, rows, error, blame=False)
+        return True
+
+    async def _append(self, lane: Lane, rows: list[Row]) -> Ack | None:
+        """Send the request; None if it failed, with all done that follows from it."""
+        self.traffic.requests_sent += 1
+        body = b",".join(row.body for row in rows)
+        try:
+            return await self.client.append_encoded(lane.conversation, body, sum(row.items for row in rows))
+        except MemlogError as error:
+            if getattr(error, "outcome", "unknown") != "unknown":
+                lane.request, lane.suspect = None, False  # it was not carried out: compose anew
+            await self._failed(lane, rows, error, blame=True)
+            return None
+
+    # --- what is sent, and where it should land --------------------------------------------------------------------
+
+    async def _fetch(self, lane: Lane) -> list[Row]:
+        def read(spools: Spools) -> tuple[list[Row], int | None]:
+            known = [spool.lane(lane.conversation).next_seq for spool in spools]
+            rows = next_request(
+                list(spools),
+                lane.conversation,
+                batches_max=lane.batches_max,
+                items_max=limits.ITEMS_PER_BATCH_MAX,
+                bytes_max=limits.BATCH_BYTES_MAX,
+            )
+            return rows, max((seq for seq in known if seq is not None), default=None)
+
+        rows, next_seq = await _await(self.buffer.run(read))
+        if lane.next_seq is None:
+            lane.next_seq = next_seq
+        return rows
+
+    async def _start_of(self, lane: Lane, row: Row) -> int:
+        """Where the lane's next item should land. Found and stored before the first request of a lane is sent.
+
+        Without it a request that was cut off could never be told from one that did not arrive.
+        """
+        if lane.next_seq is None:
+            length = await self._length(lane.conversation)
+            await self._note(row, next_seq=length)
+            lane.next_seq = length
+            lane.suspect = False  # never sent: this would be known
+        return lane.next_seq
+
+    async def _length(self, conversation: str) -> int:
+        """How long the conversation is on the server, in about 2 log2(length) reads of one item."""
+
+        async def holds(seq: int) -> bool:
+            return bool(await self._read(conversation, seq, 1))
+
+        if not await holds(0):
+            return 0
+        last, step = 0, 1
+        while await holds(last + step):
+            last += step
+            step *= 2
+        missing = last + step
+        while missing - last > 1:
+            middle = (last + missing) // 2
+            last, missing = (middle, missing) if await holds(middle) else (last, middle)
+        return missing
+
+    async def _read(self, conversation: str, offset: int, limit: int) -> list[Item]:
+        return await self.client.replay_memory(conversation, offset, limit, retry=NO_RETRY)
+
+    async def _note(self, row: Row, *, next_seq: int) -> None:
+        def write(_: Spools) -> None:
+            row.spool.begin()
+            row.spool.note_lane(row.conversation, next_seq=next_seq)
+
+        await _await(self.buffer.run(write, writes=True))
+
+    # --- outcomes --------------------------------------------------------------------------------------------------
+
+    async def _landed_before(self, lane: Lane, rows: list[Row], start: int) -> bool:
+        """Read the log's tail: whether some of ``rows`` is there already, and is acknowledged now."""
+        tail = await self._read(lane.conversation, start, _READ_BACK_ITEMS)
+        found = None if len(tail) == _READ_BACK_ITEMS else _explain(rows, tail, start)
+        lane.suspect = False
+        if found is None or found.batches == 0:
+            return False
+        await self._acknowledge(lane, rows, found)
+        return True
+
+    async def _check(self, lane: Lane, rows: list[Row], start: int, ack: Ack) -> Explanation | _Taken:
+        """Hold an acknowledgement against what was expected: gapless numbering tells what happened in between."""
+        if ack.first_seq == start:
+            return _Taken(len(rows), start)
+        if ack.first_seq < start:
+            reason = f"the log was reset: item {start} was expected next, and the server assigned {ack.first_seq}"
+            self._tell("log_reset", conversation_id=lane.conversation, reason=reason)
+            return _Taken(len(rows), ack.first_seq)
+        length = ack.last_seq + 1 - start
+        tail = await self._read(lane.conversation, start, length) if length <= _READ_BACK_ITEMS else []
+        found = _explain(rows, tail, start) if tail else None
+        if found is not None and found.batches == len(rows):
+            return found
+        if len(tail) < length <= _READ_BACK_ITEMS:
+            reason = "the acknowledgement names items that the log does not hold"
+            raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
+        self._tell("several_writers", conversation_id=lane.conversation)
+        return _Taken(len(rows), ack.first_seq)
+
+    async def _acknowledge(self, lane: Lane, rows: list[Row], outcome: Explanation | _Taken) -> None:
+        taken = rows[: outcome.batches]
+        items = sum(row.items for row in taken)
+        past = max([outcome.first_seq + items, *(last + 1 for _, last in outcome.duplicates)])
+        spool = rows[0].spool
+
+        def write(_: Spools) -> None:
+            spool.begin()
+            spool.acknowledge(taken, outcome.first_seq)
+            spool.note_lane(lane.conversation, next_seq=past)
+            for first, last in outcome.duplicates:
+                spool.note_duplicate(lane.conversation, first, last)
+
+        await _await(self.buffer.run(write, writes=True))
+        lane.next_seq = past
+        lane.request, lane.suspect, lane.answers = None, False, None
+        lane.failures, lane.held = 0, False
+        lane.batches_max = min(lane.batches_max * 2, limits.ITEMS_PER_BATCH_MAX)
+        self._refusals = 0
+        self.traffic.acknowledged_items += items
+        self._reached(lane)
+        last_seq = outcome.first_seq + items - 1
+        self._tell(
+            "acknowledged",
+            conversation_id=lane.conversation,
+            items=items,
+            first_seq=outcome.first_seq,
+            last_seq=last_seq,
+        )
+        for first, last in outcome.duplicates:
+            self.traffic.duplicate_items += last - first + 1
+            self._tell("duplicate", conversation_id=lane.conversation, first_seq=first, last_seq=last)
+        self.resolved(spool.name, [row.id for row in taken])
+        self._news()
+
+    async def _failed(self, lane: Lane, rows: list[Row], error: MemlogError, *, blame: bool) -> None:
+        """Act on a failure: the only place where a batch can be given up, and where the site is stopped.
+
+        ``blame``: the server answered the batch itself, so that it may be guilty.
+        """
+        verdict = classify(error)
+        if verdict in (Verdict.FULL, Verdict.INVALID) and not blame:
+            verdict = Verdict.TRANSIENT
+        if verdict is Verdict.BLOCKED or (verdict is Verdict.INVALID and len(rows) == 1):
+            canary = await self._canary(lane)
+            if canary is not None:  # the site itself does not answer: this batch is not to blame
+                error, verdict = canary, classify(canary)
+                if verdict is Verdict.INVALID:
+                    verdict = Verdict.BLOCKED
+            elif verdict is Verdict.BLOCKED:
+                verdict = Verdict.TRANSIENT
+        if verdict is Verdict.THROTTLED:
+            await self._throttled(error)
+        elif verdict is Verdict.BLOCKED:
+            self._close_gate("blocked", error.retry_after or self.policy.blocked_delay, error, str(error))
+        elif verdict is Verdict.UNREACHABLE:
+            if lane.generation == self.gate.generation:
+                self.gate.failures += 1
+                delay = max(self.policy.delay(self.gate.failures), error.retry_after or 0.0)
+                self._close_gate("waiting", delay, error, str(error))
+        elif verdict in (Verdict.FULL, Verdict.INVALID):
+            self._reached(lane)
+            await self._refused(lane, rows, verdict, error)  # type: ignore[arg-type] - both verdicts are of permanent errors
+        else:
+            self._reached(lane)
+            self._hold(lane, error)
+
+    def _hold(self, lane: Lane, error: MemlogError) -> None:
+        lane.failures += 1
+        if not lane.held:
+            lane.held = True
+            self._tell("held", conversation_id=lane.conversation, reason=str(error), error=error)
+        self._back_off(lane, max(self.policy.delay(lane.failures), error.retry_after or 0.0))
+
+    async def _refused(self, lane: Lane, rows: list[Row], verdict: Verdict, error: PermanentError) -> None:
+        if len(rows) > 1:
+            # Somebody in this request is guilty. Too large a body says only that; otherwise one by one, in order.
+            too_large = isinstance(error, TooLargeError) and error.what == "batch"
+            lane.batches_max = max(1, len(rows) // 2) if too_large else 1
+            return
+        if verdict is Verdict.FULL:
+            self.sealed.add(lane.conversation)
+            return
+        row, answer = rows[0], f"{type(error).__name__} {error.status} {error.code}"
+        before = lane.answers
+        count = before[2] + 1 if before is not None and before[:2] == (row.id, answer) else 1
+        lane.answers = (row.id, answer, count)
+        if count < _SAME_ANSWERS:
+            lane.failures += 1
+            self._back_off(lane, self.policy.delay(lane.failures))
+        elif self._refusals >= _REFUSALS_IN_A_ROW:
+            reason = f"the server refused {_REFUSALS_IN_A_ROW} batches in a row and took none in between: {error}"
+            self._close_gate("blocked", self.policy.blocked_delay, error, reason)
+        else:
+            self._refusals += 1
+            lane.failures, lane.answers = 0, None
+            await self._bury(lane, rows, error, "refused")
+
+    async def _seal(self, lane: Lane) -> bool:
+        """Make dead letters of everything that waits for a full conversation; whether there was any."""
+        lane.request = None
+        rows = await self._fetch(lane)
+        if rows:
+            error = ConversationFullError(lane.conversation, limits.CONVERSATION_ITEMS_MAX, outcome="refused")
+            await self._bury(lane, rows, error, "sealed")
+        return bool(rows)
+
+    async def _bury(self, lane: Lane, rows: list[Row], error: PermanentError, kind: EventKind) -> None:
+        spool = rows[0].spool
+        record = to_record(error)
+
+        def write(_: Spools) -> None:
+            spool.begin()
+            spool.refuse(rows, record)
+            if kind == "sealed":
+                spool.note_lane(lane.conversation, sealed=True)
+
+        await _await(self.buffer.run(write, writes=True))
+        items = sum(row.items for row in rows)
+        self.traffic.refused_items += items
+        self._tell(kind, conversation_id=lane.conversation, items=items, error=error, reason=str(error))
+        self.resolved(spool.name, [row.id for row in rows])
+        self._news()
+
+    # --- the gate --------------------------------------------------------------------------------------------------
+
+    async def _canary(self, lane: Lane) -> MemlogError | None:
+        """Read with the same credentials; what that met, or None if it went well."""
+        try:
+            await self._read(lane.conversation, 0, 1)
+        except MemlogError as error:
+            return error
+        return None
+
+    async def _throttled(self, error: MemlogError) -> None:
+        self.gate.failures += 1
+        delay = error.retry_after if error.retry_after is not None else max(1.0, self.policy.delay(self.gate.failures))
+        until = time.time() + delay
+
+        def write(spools: Spools) -> None:
+            spools.own.begin()
+            spools.own.note("gate_until", until)
+
+        self._close_gate("waiting", delay, error, f"the server asked for a pause of {delay:.0f} seconds")
+        await _await(self.buffer.run(write, writes=True))
+
+    def _close_gate(self, state: State, delay: float, error: MemlogError, reason: str) -> None:
+        changed = self.gate.close(state, delay, error, reason)
+        # The end of the pause must wake the loop, which may have gone to sleep without one.
+        self._work.set()
+        if changed:
+            self._tell("blocked" if state == "blocked" else "waiting", reason=reason, error=error)
+        self._news()
+
+    def _reached(self, lane: Lane) -> None:
+        """The server answered: open the gate a step further, unless it was closed after this request had left."""
+        if lane.generation == self.gate.generation and self.gate.succeed():
+            self._tell("ok")
+            self._news()
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, kind: EventKind, **details: object) -> None:
+        self.tell(Event(kind=kind, **details))  # type: ignore[arg-type] - checked where it is called, by the tests
+
+    def _news(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """An acknowledgement that says all there is to say."""
+
+    batches: int
+    first_seq: int
+    duplicates: tuple[tuple[int, int], ...] = ()
+
+
+def _explain(rows: list[Row], tail: list[Item], start: int) -> Explanation | None:
+    return explain([decode_items(row.body) for row in rows], tail, start)
+
+
+async def _await(future: Future[T]) -> T:
+    return await asyncio.wrap_future(future)
