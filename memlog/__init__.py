@@ -1,4 +1,4 @@
-"""Conversation memory that survives: append at once, stored in milliseconds, acknowledged when the server can, replayed.
+"""Conversation memory that survives: append at once, stored in milliseconds, replayed after any failure.
 
     async with memlog.open_log(URL, auth=("site", "secret"), buffer_dir="./memory") as log:
         chat = log.conversation("c_7f3a9b2e41")
@@ -20,10 +20,11 @@ from memlog.errors import (
     PermanentError,
     TransientError,
 )
-from memlog.log import Conversation, DeadLetter, Duplicate, FlushReport, MemoryLog, Receipt, Statistics, open_log
+from memlog.log import Conversation, MemoryLog, Receipt, open_log
 from memlog.models import Ack, Item
 from memlog.payload import new_conversation_id
 from memlog.replay import Replay
+from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
 from memlog.retry import RetryPolicy
 from memlog.team import TeamClient
 

@@ -5,37 +5,32 @@ what has queued up, commits it once (group commit) and then completes the receip
 spool goes through that thread as a command, in order: no lock is ever held over a disk operation, and no second
 connection exists.
 
-One process holds one spool of its own (the oldest free one, so that a restart finds its file and its order again) and
-adopts other free ones that still hold something, in place, until they are drained. This module knows no event loop
-and no network.
+Which files those are is decided in :mod:`memlog.directory`. This module knows no event loop and no network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import queue
-import re
-import secrets
 import sqlite3
 import threading
 import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from memlog import system
+from memlog.directory import open_spools
 from memlog.errors import BufferFullError, BufferUnusableError, ClosedError
-from memlog.spool import Books, NewRow, Spool, count_pending
+from memlog.spool import Books, NewRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from memlog.directory import Spools
     from memlog.payload import Batch
 
 logger = logging.getLogger("memlog")
@@ -139,36 +134,10 @@ class _Command:
                 self.future.set_result(result)
 
 
-class Spools:
-    """The spools this process holds: its own, where new batches go, and adopted ones. Used in the writer thread."""
-
-    def __init__(self, own: Spool, adopted: list[Spool]) -> None:
-        self.own = own
-        self.adopted = adopted
-        self._released = Books()
-
-    def __iter__(self) -> Iterator[Spool]:
-        yield self.own
-        yield from self.adopted
-
-    @property
-    def books(self) -> Books:
-        """The counters over all of them, those given back included."""
-        return sum((spool.books for spool in self), self._released)
-
-    def release_drained(self) -> None:
-        """Let other processes have the adopted spools that hold nothing to send any more."""
-        for spool in self.adopted[:]:
-            if spool.books.pending_batches == 0:
-                self.adopted.remove(spool)
-                self._released += spool.books
-                spool.close()
-
-
 class Buffer:
     """The spools of one site in one directory, and the thread that owns them.
 
-    ``directory`` is the site's own (see :func:`site_directory`), or None for a buffer in memory. Nothing is opened
+    ``directory`` is the site's own (see :mod:`memlog.directory`), or None for a buffer in memory. Nothing is opened
     before :meth:`start`. After a fork the child starts anew, with a spool and a thread of its own.
     """
 
@@ -327,7 +296,7 @@ class _Writer:
 
     def _live(self, directory: Path | None, opened: Future[Spools]) -> None:
         try:
-            self.spools = _open_spools(directory)
+            self.spools = open_spools(directory)
             self.books = self.spools.books
         except BaseException as error:  # noqa: BLE001 - raised where start() was called
             opened.set_exception(error)
@@ -438,7 +407,8 @@ class _Writer:
             command.future.set_exception(self.broken)
 
     def _tidy(self) -> None:
-        with contextlib.suppress(sqlite3.Error), self.at_rest:  # it is only housekeeping; the next idle moment tries again
+        # It is only housekeeping: what fails is tried again in the next idle moment.
+        with contextlib.suppress(sqlite3.Error), self.at_rest:
             for spool in self.spools:
                 spool.tidy()
 
@@ -450,109 +420,6 @@ def _size_of(entry: Accepted) -> int:
 def _rows_of(entry: Accepted) -> Iterator[NewRow]:
     for number, batch in enumerate(entry.batches or ()):
         yield NewRow(entry.first_id + number, entry.conversation_id, batch.items, batch.size, batch.body)
-
-
-# --- the directory ---------------------------------------------------------------------------------------------------
-
-
-def site_directory(buffer_dir: Path, url: str, user: str | None) -> Path:
-    """The folder below ``buffer_dir`` for one site: endpoint and user decide, the password does not."""
-    parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-    host = parts.hostname or ""
-    identity = json.dumps([parts.scheme, host, port, parts.path.rstrip("/"), user])
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    readable = re.sub(r"[^A-Za-z0-9.]+", "-", host)[:40]
-    return buffer_dir / f"{readable}-{port}-{digest}"
-
-
-def prepare_directory(buffer_dir: Path, site: Path, url: str, user: str | None) -> None:
-    """Make ``site`` usable, note in it whose it is, and warn once about what the operator should know.
-
-    BufferUnusableError if it cannot be written.
-    """
-    try:
-        system.make_private_directory(buffer_dir)
-        system.make_private_directory(site)
-        reason = system.why_not_writable(site)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason is not None:
-        raise BufferUnusableError(str(buffer_dir), reason)
-    parts = urlsplit(url)
-    label = {"url": parts._replace(query="", fragment="").geturl(), "user": user}
-    note = site / "site.json"
-    if not note.exists():
-        note.write_text(json.dumps(label), "utf-8")
-    _warn_about_other_sites(buffer_dir, site)
-    volatile = system.why_not_durable(buffer_dir)
-    if volatile is not None:
-        logger.warning("memlog: what is buffered in %s may not last: %s", buffer_dir, volatile)
-
-
-def _warn_about_other_sites(buffer_dir: Path, site: Path) -> None:
-    for note in sorted(buffer_dir.glob("*/site.json")):
-        if note.parent == site:
-            continue
-        waiting = 0
-        for path in note.parent.glob("*.db"):
-            lock = _lock_of(path)
-            if lock is not None:  # free: nobody is sending it
-                waiting += count_pending(path)
-                lock.release()
-        if waiting:
-            with contextlib.suppress(OSError, ValueError):
-                label = json.loads(note.read_text("utf-8"))
-                logger.warning(
-                    "memlog: %d item(s) in %s wait for another site: to send them, open a log there with url=%r and the"
-                    " credentials of user %r",
-                    waiting,
-                    buffer_dir,
-                    label.get("url"),
-                    label.get("user"),
-                )
-
-
-def _lock_of(path: Path) -> system.KernelLock | None:
-    return system.try_lock(path.with_suffix(".lock"))
-
-
-def _open_spools(directory: Path | None) -> Spools:
-    if directory is None:
-        return Spools(Spool.open(None, None), [])
-    own: Spool | None = None
-    adopted: list[Spool] = []
-    try:
-        for path in sorted(directory.glob("*.db")):  # the name starts with the time of making
-            spool = _take(path)
-            if spool is None:
-                continue
-            if own is None:
-                own = spool
-            elif spool.books.pending_batches:
-                adopted.append(spool)
-                logger.info("memlog: adopted %s with %d item(s) to send", path, spool.books.pending_items)
-            else:
-                spool.close()
-        if own is None:
-            name = f"{time.time_ns() // 1000:016x}-{secrets.token_hex(4)}"
-            path = directory / f"{name}.db"
-            own = Spool.open(path, _lock_of(path))
-    except OSError as error:
-        raise BufferUnusableError(str(directory), error.strerror or str(error)) from error
-    return Spools(own, adopted)
-
-
-def _take(path: Path) -> Spool | None:
-    lock = _lock_of(path)
-    if lock is None:
-        return None  # its owner lives
-    try:
-        return Spool.open(path, lock)
-    except BufferUnusableError as error:
-        lock.release()
-        logger.warning("memlog: %s; it is left alone, and new items go to another file", error)
-        return None
 
 
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import contextvars
 import logging
 import os
 import queue
@@ -92,13 +93,13 @@ class Engine:
         return threading.current_thread() is self.thread
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run ``work`` in the engine's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run ``work`` in the engine's loop, in a context of its own: a caller's variables end with the caller."""
+        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, work, self.loop)
 
     def soon(self, call: Callable[..., object], *args: object) -> None:
         """Run ``call(*args)`` in the engine's loop; nothing if it is gone."""
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(call, *args)
+            self.loop.call_soon_threadsafe(call, *args, context=contextvars.Context())
 
     async def call(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
         """Await ``function(*args, **options)`` in the engine's loop, from any loop. Cancelling cancels it there."""
@@ -107,7 +108,7 @@ class Engine:
         return await outcome(self.spawn(_as_coroutine(function, args, options)))
 
     def block(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
-        """Like :meth:`call`, holding the calling thread; RuntimeError from memlog's own threads, which would wait for itself."""
+        """Like :meth:`call`, holding the calling thread; RuntimeError from memlog's own threads."""
         refuse_own_thread()
         future = self.spawn(_as_coroutine(function, args, options))
         try:

@@ -214,12 +214,13 @@ class ResponseTooLargeError(TransientError):
 
 
 class BufferFullError(MemlogError):
-    """Nothing was stored: the buffer holds ``bytes`` of at most ``limit`` bytes. ``what`` is ``"unstored"`` or ``"disk"``."""
+    """Nothing was stored: ``bytes`` of at most ``limit`` bytes are held, ``what`` is ``"unstored"`` or ``"disk"``."""
 
     def __init__(self, what: Literal["unstored", "disk"], bytes: int, limit: int, **details: Any) -> None:  # noqa: A002 - the public name of the attribute
         where = {"unstored": "waiting for the disk", "disk": "on disk"}[what]
         super().__init__(
-            f"the buffer is full: {bytes:,} bytes {where}, at most {limit:,}; nothing of this append was stored", **details
+            f"the buffer is full: {bytes:,} bytes {where}, at most {limit:,}; nothing of this append was stored",
+            **details,
         )
         self.what = what
         self.bytes = bytes

@@ -20,7 +20,7 @@ CONVERSATION_ITEMS_MAX: Final = 100_000
 """append_memory: "The total number of items in a conversation cannot exceed 100,000"."""
 
 PAGE_ITEMS_MAX: Final = 1000
-"""replay_memory: "limit … Max 1000". 0 is legal on the wire, but a page of 0 can never be short: we never ask for it."""
+"""replay_memory: "limit … Max 1000". 0 is legal on the wire, but a page of 0 can never be short: never asked for."""
 
 HISTORY_EVENTS_MAX: Final = 50
 """memory_history: "limit … min 1, max 50"."""

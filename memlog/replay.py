@@ -26,7 +26,7 @@ _FIRST_PAGE_ITEMS = 100
 
 
 class _Pages(Generic[T]):
-    """Pages from ``fetch(position, size)``, handed over one entry at a time; ``after(entry)`` is the position behind it.
+    """Pages from ``fetch(position, size)``, handed over entry by entry; ``after(entry)`` is the position behind it.
 
     ``fetch`` verifies what it returns: in order, nothing before the position, at most ``size`` entries.
     """
@@ -108,7 +108,7 @@ class _Pages(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What waits to be sent to one conversation: payloads by batch, and ``start``, the number its first item should get.
+    """What waits to be sent to a conversation: payloads by batch, and ``start``, where the first item should land.
 
     ``start`` is None if nothing of it was ever sent.
     """
@@ -168,7 +168,7 @@ class Replay(_Pages[Item]):
             return bool(self._ready)
 
     async def _landed(self, waiting: Pending) -> int:
-        """How many of the waiting batches were in the pages already: sent, stored there, the answer still on its way."""
+        """How many of the waiting batches were in the pages already: sent, stored there, the answer on its way."""
         if waiting.start is None or not waiting.batches or waiting.start >= self._position:
             return 0
         count = self._position - waiting.start

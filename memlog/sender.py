@@ -1,4 +1,4 @@
-"""The sender: takes stored batches to the server, conversation by conversation, and never gives one up without evidence.
+"""The sender: takes stored batches to the server, lane by lane, and never gives one up without evidence.
 
 A *lane* is a conversation with something to send: at most one request in flight, strict order. Lanes are independent
 and share a number of requests in flight. There is no linger: an idle lane sends at once, and while a request is under
@@ -22,32 +22,40 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memlog import limits
-from memlog.errors import ClosedError, ConversationFullError, MemlogError, ProtocolError, TooLargeError, TransientError, to_record
+from memlog.errors import (
+    ClosedError,
+    ConversationFullError,
+    MemlogError,
+    PermanentError,
+    ProtocolError,
+    TooLargeError,
+    TransientError,
+    to_record,
+)
 from memlog.events import Event, EventKind
 from memlog.payload import decode_items
 from memlog.reconcile import explain
 from memlog.retry import NO_RETRY, Verdict, classify
-from memlog.spool import next_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
-    from memlog.buffer import Buffer, Spools
+    from memlog.buffer import Buffer
     from memlog.client import Client
-    from memlog.errors import PermanentError
+    from memlog.directory import Spools
     from memlog.models import Ack, Item
     from memlog.reconcile import Explanation
+    from memlog.report import State
     from memlog.retry import RetryPolicy
     from memlog.spool import Row
 
 logger = logging.getLogger("memlog")
 
 T = TypeVar("T")
-State = Literal["ok", "waiting", "blocked"]
 
 _REFUSALS_IN_A_ROW = 3
 _SAME_ANSWERS = 2
@@ -114,7 +122,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Sender:
-    """``tell`` gets every event, ``resolved`` the ids of batches whose outcome became known. Both in the engine's loop."""
+    """``tell`` gets every event, ``resolved`` the ids of batches whose outcome became known: both in its loop."""
 
     buffer: Buffer
     client: Client
@@ -179,7 +187,7 @@ class Sender:
         return self._changed
 
     async def _recall(self) -> None:
-        """Take up what earlier processes left: their lanes are suspect, and a pause the server asked for still holds."""
+        """Take up what earlier processes left: their lanes are suspect, and a pause that was asked for still holds."""
 
         def read(spools: Spools) -> tuple[set[str], set[str], float]:
             waiting = {conversation for spool in spools for conversation in spool.lanes()}
@@ -289,15 +297,13 @@ class Sender:
 
     async def _fetch(self, lane: Lane) -> list[Row]:
         def read(spools: Spools) -> tuple[list[Row], int | None]:
-            known = [spool.lane(lane.conversation).next_seq for spool in spools]
-            rows = next_request(
-                list(spools),
+            rows = spools.next_request(
                 lane.conversation,
                 batches_max=lane.batches_max,
                 items_max=limits.ITEMS_PER_BATCH_MAX,
                 bytes_max=limits.BATCH_BYTES_MAX,
             )
-            return rows, max((seq for seq in known if seq is not None), default=None)
+            return rows, spools.next_seq(lane.conversation)
 
         rows, next_seq = await _await(self.buffer.run(read))
         if lane.next_seq is None:
@@ -437,7 +443,8 @@ class Sender:
                 self._close_gate("waiting", delay, error, str(error))
         elif verdict in (Verdict.FULL, Verdict.INVALID):
             self._reached(lane)
-            await self._refused(lane, rows, verdict, error)  # type: ignore[arg-type] - both verdicts are of permanent errors
+            assert isinstance(error, PermanentError)  # what classify gives these two verdicts to
+            await self._refused(lane, rows, verdict, error)
         else:
             self._reached(lane)
             self._hold(lane, error)
@@ -537,8 +544,8 @@ class Sender:
 
     # --- telling ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: EventKind, **details: object) -> None:
-        self.tell(Event(kind=kind, **details))  # type: ignore[arg-type] - checked where it is called, by the tests
+    def _tell(self, kind: EventKind, **details: Any) -> None:
+        self.tell(Event(kind=kind, **details))
 
     def _news(self) -> None:
         self._changed.set()

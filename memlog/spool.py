@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlog import system
 from memlog.errors import BufferUnusableError
-from memlog.payload import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 APPLICATION_ID = 0x6D6C6F67  # "mlog"
@@ -275,7 +274,17 @@ class Spool:
             self._db.execute(
                 "INSERT INTO refused (id, conversation, items, size, crc, stored_at, refused_at, error, body)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (row.id, row.conversation, row.items, row.size, zlib.crc32(row.body), row.stored_at, now, text, row.body),
+                (
+                    row.id,
+                    row.conversation,
+                    row.items,
+                    row.size,
+                    zlib.crc32(row.body),
+                    row.stored_at,
+                    now,
+                    text,
+                    row.body,
+                ),
             )
             self.books.refused_batches += 1
             self.books.refused_items += row.items
@@ -352,9 +361,10 @@ class Spool:
         return LaneFacts(None, sealed=False) if found is None else LaneFacts(found[0], sealed=bool(found[1]))
 
     def pending(self, conversation: str) -> Iterator[Row]:
-        """The conversation's batches in order, read as they are consumed. A batch whose bytes changed on disk raises."""
+        """The conversation's batches in order, read as they are consumed. Bytes that changed on disk raise."""
         cursor = self._db.execute(
-            "SELECT id, items, size, stored_at, crc, body FROM pending WHERE conversation = ? ORDER BY id", (conversation,)
+            "SELECT id, items, size, stored_at, crc, body FROM pending WHERE conversation = ? ORDER BY id",
+            (conversation,),
         )
         for row_id, items, size, stored_at, crc, body in cursor:
             if zlib.crc32(body) != crc:
@@ -368,7 +378,7 @@ class Spool:
 
     def oldest_pending(self) -> int | None:
         """When the oldest pending batch was stored, in microseconds since 1970."""
-        found = self._db.execute("SELECT stored_at FROM pending ORDER BY id LIMIT 1").fetchone()
+        found: tuple[int] | None = self._db.execute("SELECT stored_at FROM pending ORDER BY id LIMIT 1").fetchone()
         return found and found[0]
 
     def acknowledged_past(self, conversation: str, seq: int) -> bool:
@@ -414,7 +424,8 @@ def _prepare(db: sqlite3.Connection) -> None:
         msg = "the file is a database, but not one of memlog's"
         raise _NotOursError(msg)
     if version > len(MIGRATIONS):
-        msg = f"it was written by a newer version (format {version}, this one knows {len(MIGRATIONS)}): upgrade memlog-sdk"
+        known = len(MIGRATIONS)
+        msg = f"it was written by a newer version (format {version}, this one knows {known}): upgrade memlog-sdk"
         raise _NotOursError(msg)
     if empty:
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only before the journal mode is set
@@ -426,36 +437,12 @@ def _prepare(db: sqlite3.Connection) -> None:
     while version < len(MIGRATIONS):
         script = MIGRATIONS[version]
         version += 1
-        db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {version}; PRAGMA application_id = {APPLICATION_ID};")
+        db.executescript(
+            f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {version}; PRAGMA application_id = {APPLICATION_ID};"
+        )
         if db.execute("SELECT 1 FROM meta WHERE key = 'name'").fetchone() is None:
             db.execute("INSERT INTO meta VALUES ('name', ?)", (secrets.token_hex(8),))
         db.execute("COMMIT")
-
-
-def next_request(
-    spools: Sequence[Spool], conversation: str, *, batches_max: int, items_max: int, bytes_max: int
-) -> list[Row]:
-    """The batches of one conversation that go into its next request: whole, in order, as many as fit.
-
-    Several spools are merged by the time of storing; order within a spool is always kept. A request never mixes
-    spools, so that one transaction acknowledges it.
-    """
-    heads = [(next(rows, None), rows) for rows in (spool.pending(conversation) for spool in spools)]
-    waiting = [(head, rows) for head, rows in heads if head is not None]
-    if not waiting:
-        return []
-    first, rest = min(waiting, key=lambda pair: pair[0].stored_at)
-    others = [head.stored_at for head, rows in waiting if rows is not rest]
-    border = min(others, default=None)
-    chosen = [first]
-    size = first.size
-    for row in rest:
-        size += row.size
-        if len(chosen) >= batches_max or size > bytes_max or (border is not None and row.stored_at > border):
-            break
-        chosen.append(row)
-    fitting = pack([(row.items, row.size) for row in chosen], items_max=items_max, bytes_max=bytes_max)
-    return chosen[:fitting]
 
 
 def count_pending(path: Path) -> int:
@@ -471,8 +458,3 @@ def count_pending(path: Path) -> int:
         return 0
     finally:
         db.close()
-
-
-def conversations(rows: Iterable[NewRow]) -> set[str]:
-    """The conversations that ``rows`` belong to."""
-    return {row.conversation for row in rows}

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-    from memlog.log import Conversation, DeadLetter, Duplicate, FlushReport, MemoryLog, Receipt, Statistics
+    from memlog.log import Conversation, MemoryLog, Receipt
     from memlog.models import Ack, Item
     from memlog.replay import Replay
+    from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
 
 __all__ = ["SyncConversation", "SyncMemoryLog", "SyncReceipt", "SyncReplay", "open_log"]
 

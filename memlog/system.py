@@ -1,4 +1,4 @@
-"""What the operating system offers, behind feature tests: kernel locks, private files, fork hooks, kinds of file system.
+"""What the operating system offers, behind feature tests: kernel locks, private files, fork hooks, file systems.
 
 Everything above asks here and never for `sys.platform`. Linux is tested; elsewhere a missing feature costs the feature,
 not the import.
@@ -115,13 +115,13 @@ def _file_system(path: Path) -> str | None:
         resolved = path.resolve()
     except OSError:
         return None
-    best = (0, None)
+    depth, kind = 0, None
     for line in lines:
         left, _, right = line.partition(" - ")
         mount = Path(left.split()[4].encode().decode("unicode_escape"))
-        if resolved.is_relative_to(mount) and len(mount.parts) >= best[0]:
-            best = (len(mount.parts), right.split()[0])
-    return best[1]
+        if resolved.is_relative_to(mount) and len(mount.parts) >= depth:  # the last mount on a place is the one seen
+            depth, kind = len(mount.parts), right.split()[0]
+    return kind
 
 
 def at_fork(*, before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:

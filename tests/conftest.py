@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+from memlog.testing import reference_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memlog.testing import ReferenceServer
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -15,3 +24,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEMLOG_URL", "MEMLOG_AUTH", "MEMLOG_BUFFER_DIR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[ReferenceServer]:
+    """The bundled server on a real socket, in memory."""
+    with reference_server() as running:
+        yield running

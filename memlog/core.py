@@ -1,0 +1,446 @@
+"""What the handles of one site and directory share: the buffer, and the client and sender in the engine's loop.
+
+A :class:`Core` is counted: the first handle makes it, the last one closes it. It belongs to the process that made it;
+in a forked child the same object starts a buffer and a sender of its own with the first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from memlog import engine
+from memlog.buffer import Buffer, BufferLimits
+from memlog.client import Client
+from memlog.directory import prepare_directory, site_directory
+from memlog.errors import (
+    BufferUnusableError,
+    ClosedError,
+    MemlogError,
+    MemoryUnavailableError,
+    PermanentError,
+    RateLimitedError,
+    TransientError,
+    from_record,
+)
+from memlog.events import Event
+from memlog.models import Ack
+from memlog.payload import decode_items
+from memlog.replay import Pending
+from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
+from memlog.retry import NO_RETRY, RetryPolicy
+from memlog.sender import Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+    from concurrent.futures import Future
+
+    from memlog.buffer import Accepted
+    from memlog.directory import Spools
+    from memlog.spool import NewRow, Spool
+
+logger = logging.getLogger("memlog")
+
+T = TypeVar("T")
+
+_EXIT_SECONDS = 2.0
+_CHECK_ID = "memlog-check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides whether two handles may share a core; compared as a whole."""
+
+    url: str
+    auth: Any = field(repr=False)
+    buffer_dir: Path | None
+    timeout: float
+    retry: RetryPolicy
+    limits: BufferLimits
+    on_event: Callable[[Event], object] | None
+    allow_insecure: bool
+    transport: Any
+
+    def user(self) -> str | None:
+        return self.auth[0] if isinstance(self.auth, tuple) else None
+
+    def make_client(self) -> Client:
+        return Client(
+            self.url,
+            auth=self.auth,
+            timeout=self.timeout,
+            retry=self.retry,
+            allow_insecure=self.allow_insecure,
+            transport=self.transport,
+        )
+
+
+class Core:
+    """Buffer, client and sender of one site in one directory. The buffer tells it what was stored."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.handles = 0
+        self.sealed: set[str] = set()
+        settings.make_client()  # raises here, in the caller's face, what is wrong with URL and credentials
+        directory = settings.buffer_dir
+        if directory is not None:
+            site = site_directory(directory, settings.url, settings.user())
+            prepare_directory(directory, site, settings.url, settings.user())
+            directory = site
+        self.where = str(directory or ":memory:")
+        self.buffer = Buffer(directory, settings.limits, self)
+        self._sending = Sending(self)
+        self.buffer.start()
+        self.sealed.update(self.buffer.run(lambda spools: spools.sealed()).result())
+        if self.buffer.books.pending_batches:
+            self.sending()
+
+    def refuse_memory(self) -> None:
+        """Raise where nothing is ever stored."""
+        if self.settings.buffer_dir is None:
+            raise BufferUnusableError(":memory:", "a buffer in memory puts nothing on disk")
+
+    def sending(self) -> Sending:
+        """The sending half of this process, started if need be; a forked child gets one of its own."""
+        if self._sending.pid != os.getpid():
+            self._sending = Sending(self)
+        self._sending.start()
+        return self._sending
+
+    # --- told by the buffer, in the writer thread ------------------------------------------------------------------
+
+    def stored(self, conversations: set[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # no new threads while the interpreter ends: it stays on disk
+            self.sending().wake(conversations)
+
+    def disk_trouble(self, reason: str | None) -> None:
+        self.tell(Event(kind="disk_trouble" if reason else "disk_ok", reason=reason))
+
+    def tell(self, event: Event) -> None:
+        """Log it, and hand it to the user's callback."""
+        event.log()
+        if self.settings.on_event is not None:
+            with contextlib.suppress(RuntimeError):
+                engine.callbacks().call(self.settings.on_event, event)
+
+    # --- asked by the handles, in the engine's loop ------------------------------------------------------------------
+
+    async def read(self, call: Callable[[Client], Awaitable[T]]) -> T:
+        """A read over the engine, from any loop; what keeps it from being answered is MemoryUnavailableError."""
+        return await engine.running().call(self._read, call)
+
+    async def _read(self, call: Callable[[Client], Awaitable[T]]) -> T:
+        client = (await self.sending().ready()).client
+        deadline = None if self.settings.retry.total is None else time.monotonic() + self.settings.retry.total
+        while True:
+            try:
+                return await call(client)
+            except TransientError as error:
+                raise _unavailable(error) from error
+            except RateLimitedError as error:
+                pause = error.retry_after if error.retry_after is not None else self.settings.retry.delay(1)
+                if deadline is not None and time.monotonic() + pause > deadline:
+                    raise _unavailable(error) from error
+                await asyncio.sleep(pause)
+
+    async def check(self) -> None:
+        sender = await self.sending().ready()
+        await sender.client.replay_memory(_CHECK_ID, 0, 1, retry=NO_RETRY)
+
+    async def outcome(self, receipt: Accepted) -> Ack:
+        """Wait for the outcome of every batch of ``receipt``."""
+        sending = self.sending()
+        ids = range(receipt.first_id, receipt.first_id + receipt.count)
+        ranges = [await sending.outcome(receipt.spool_name, row_id) for row_id in ids]
+        return Ack(ranges[0][0], ranges[-1][1])
+
+    async def flush(self, timeout: float | None, until: str) -> FlushReport:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        sender = await self.sending().ready()
+        acknowledged, refused = sender.traffic.acknowledged_items, sender.traffic.refused_items
+        complete = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                marks = await _here(self.buffer.run(lambda spools: spools.marks()))
+                complete = until == "stored"
+                while not complete:
+                    news = sender.news()
+                    complete = await _here(self.buffer.run(lambda spools: spools.drained_to(marks)))
+                    pause = sender.gate.until - time.monotonic()
+                    hopeless = deadline is not None and time.monotonic() + max(pause, 0) > deadline
+                    if complete or sender.gate.state == "blocked" or (sender.gate.state == "waiting" and hopeless):
+                        break
+                    await news.wait()
+        state, reason = sender.state
+        return FlushReport(
+            complete=complete,
+            acknowledged=sender.traffic.acknowledged_items - acknowledged,
+            pending=self.buffer.books.pending_items,
+            refused=sender.traffic.refused_items - refused,
+            state=state,
+            reason=reason,
+        )
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        return await _here(self.buffer.run(_dead_letters))
+
+    async def duplicates(self) -> list[Duplicate]:
+        def read(spools: Spools) -> list[Duplicate]:
+            return [Duplicate(*row) for spool in spools for row in spool.duplicates()]
+
+        return await _here(self.buffer.run(read))
+
+    async def pending(self, conversation_id: str, position: int) -> Pending | None:
+        found = await _here(self.buffer.run(lambda spools: spools.waiting(conversation_id, position)))
+        return found and Pending(found[0], [decode_items(body) for body in found[1]])
+
+    async def requeue(self, letter: DeadLetter, conversation_id: str) -> None:
+        def write(spools: Spools) -> bool:
+            spool, row = _take_letter(spools, letter)
+            if spool is None or row is None:
+                return False
+            new_id = self.buffer.allocate_id() if spool is spools.own else spool.books.next_id
+            spool.requeue(row._replace(conversation=conversation_id), new_id)
+            spool.note_lane(conversation_id, sealed=False)
+            return True
+
+        if await _here(self.buffer.run(write, writes=True)):
+            self.sealed.discard(conversation_id)
+            self.sending().wake({conversation_id})
+
+    async def drop(self, letter: DeadLetter) -> None:
+        def write(spools: Spools) -> None:
+            spool, row = _take_letter(spools, letter)
+            if spool is not None and row is not None:
+                spool.drop(row)
+
+        await _here(self.buffer.run(write, writes=True))
+
+    def statistics(self) -> Statistics:
+        books = self.buffer.books
+        sender = self._sending.sender
+        state, reason = sender.state if sender is not None else ("ok", None)
+        return Statistics(
+            state=state,
+            reason=reason,
+            stored_items=books.stored_items,
+            acknowledged_items=books.acknowledged_items,
+            pending_items=books.pending_items,
+            refused_items=books.refused_items,
+            dropped_items=books.dropped_items,
+            stored_batches=books.stored_batches,
+            acknowledged_batches=books.acknowledged_batches,
+            pending_batches=books.pending_batches,
+            refused_batches=books.refused_batches,
+            dropped_batches=books.dropped_batches,
+            pending_bytes=books.pending_bytes,
+            unstored_bytes=self.buffer.unstored_bytes,
+            requests_sent=sender.traffic.requests_sent if sender else 0,
+            requests_in_flight=sender.in_flight if sender else 0,
+            duplicate_items=sender.traffic.duplicate_items if sender else 0,
+        )
+
+    async def leave(self, flush_timeout: float | None) -> None:
+        """A handle goes; the last one flushes and closes everything."""
+        with _lock:
+            self.handles -= 1
+            last = self.handles == 0
+        try:
+            await self.flush(flush_timeout, "acknowledged")
+        finally:
+            if last:
+                with _lock:
+                    last = self.handles == 0 and _forget(self)
+                if last:
+                    await asyncio.shield(asyncio.get_running_loop().create_task(self._shut()))
+
+    async def _shut(self) -> None:
+        await self._sending.stop()
+        books = self.buffer.books
+        done = await asyncio.to_thread(self.buffer.close, _EXIT_SECONDS)
+        self._warn_unsent(self.buffer.books.pending_items if done else books.pending_items, stored=done)
+
+    def exit(self) -> None:
+        """The process ends: store what was accepted, within bounds, and say what is unsent."""
+        done = self.buffer.close(_EXIT_SECONDS)
+        self._warn_unsent(self.buffer.books.pending_items, stored=done)
+
+    def _warn_unsent(self, pending: int, *, stored: bool) -> None:
+        if not stored:
+            logger.warning("memlog: the disk did not take everything within %g s: see %s", _EXIT_SECONDS, self.where)
+        if pending:
+            kept = "lost with this process" if self.settings.buffer_dir is None else f"kept in {self.where}"
+            cure = "" if self.settings.buffer_dir is None else "; opening the log again sends them"
+            logger.warning("memlog: %d item(s) for %s are unsent and %s%s", pending, self.settings.url, kept, cure)
+
+
+class Sending:
+    """The half of a core that lives in the engine of one process: sender, client, and who waits for outcomes."""
+
+    def __init__(self, core: Core) -> None:
+        self.pid = os.getpid()
+        self.sender: Sender | None = None
+        self._core = core
+        self._lock = threading.Lock()
+        self._task: Future[None] | None = None
+        self._up = asyncio.Event()
+        self._woken: set[str] = set()
+        self._awaited: dict[tuple[str, int], asyncio.Event] = {}
+        self._stopped = False
+
+    def start(self) -> None:
+        if self._task is None:
+            with self._lock:
+                if self._task is None and not self._stopped:
+                    self._task = engine.running().spawn(self._run())
+
+    async def _run(self) -> None:
+        core = self._core
+        self.sender = Sender(
+            buffer=core.buffer,
+            client=core.settings.make_client(),
+            policy=core.settings.retry,
+            tell=core.tell,
+            resolved=self._resolved,
+            sealed=core.sealed,
+        )
+        self._up.set()
+        self.sender.wake(self._woken)
+        try:
+            await self.sender.run()
+        except ClosedError:
+            pass  # the buffer was closed first, by the end of the process
+        except Exception:
+            logger.exception("memlog: sending stopped by a defect; items stay on disk")
+            raise
+
+    async def ready(self) -> Sender:
+        """The sender, once it is there."""
+        await self._up.wait()
+        assert self.sender is not None
+        return self.sender
+
+    def wake(self, conversations: set[str]) -> None:
+        engine.running().soon(self._wake, conversations)
+
+    def _wake(self, conversations: set[str]) -> None:
+        if self.sender is None:
+            self._woken |= conversations
+        else:
+            self.sender.wake(conversations)
+
+    def _resolved(self, spool_name: str, ids: Iterable[int]) -> None:
+        for row_id in ids:
+            event = self._awaited.pop((spool_name, row_id), None)
+            if event is not None:
+                event.set()
+
+    async def outcome(self, spool_name: str, row_id: int) -> tuple[int, int]:
+        """Where the batch stands in the log; raises what refused it."""
+        while not self._stopped:
+            event = self._awaited.setdefault((spool_name, row_id), asyncio.Event())
+            found = await _here(self._core.buffer.run(lambda spools: spools.outcome(spool_name, row_id)))
+            if isinstance(found, tuple):
+                return found
+            if isinstance(found, dict):
+                raise from_record(found)
+            await event.wait()
+        raise ClosedError("the log was closed before the batch was acknowledged; it is on disk")
+
+    async def stop(self) -> None:
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await asyncio.wrap_future(self._task)
+        for event in self._awaited.values():
+            event.set()
+        self._awaited.clear()
+        if self.sender is not None:
+            await self.sender.client.close()
+
+
+# --- the process's cores ---------------------------------------------------------------------------------------------
+
+_cores: dict[tuple[str, str], Core] = {}
+_lock = threading.RLock()
+
+
+def join(settings: Settings) -> Core:
+    with _lock:
+        if settings.buffer_dir is None:
+            core = Core(settings)
+            _cores[":memory:", str(id(core))] = core
+        else:
+            key = (str(settings.buffer_dir), site_directory(Path(), settings.url, settings.user()).name)
+            existing = _cores.get(key)
+            if existing is not None and existing.settings != settings:
+                differing = [
+                    name for name in vars(settings) if getattr(settings, name) != getattr(existing.settings, name)
+                ]
+                msg = f"this log is open already in this process with another {', '.join(differing)}"
+                raise ValueError(msg)
+            core = existing or Core(settings)
+            _cores[key] = core
+        core.handles += 1
+        return core
+
+
+def _forget(core: Core) -> bool:
+    for key, value in list(_cores.items()):
+        if value is core:
+            del _cores[key]
+            return True
+    return False
+
+
+@atexit.register
+def _at_exit() -> None:
+    for core in list(_cores.values()):
+        core.exit()
+
+
+def _dead_letters(spools: Spools) -> list[DeadLetter]:
+    letters = []
+    for spool in spools:
+        for row_id, conversation, items, size, refused_at, record, body in spool.refused():
+            error = from_record(record)
+            assert isinstance(error, PermanentError)
+            at = datetime.fromtimestamp(refused_at / 1e6, UTC)
+            letters.append(
+                DeadLetter(f"{spool.name}.{row_id}", conversation, items, size, at, error, decode_items(body))
+            )
+    return letters
+
+
+def _take_letter(spools: Spools, letter: DeadLetter) -> tuple[Spool | None, NewRow | None]:
+    spool_name, _, number = letter.id.rpartition(".")
+    spool = spools.named(spool_name)
+    if spool is None:
+        return None, None
+    spool.begin()
+    return spool, spool.take_refused(int(number))
+
+
+def _unavailable(error: MemlogError) -> MemoryUnavailableError:
+    return MemoryUnavailableError(
+        f"the memory could not be read, which does not mean that it is empty: {error.args[0]}",
+        retry_after=error.retry_after,
+        status=error.status,
+        code=error.code,
+        server_said=error.server_said,
+    )
+
+
+async def _here(future: Future[T]) -> T:
+    return await asyncio.wrap_future(future)

@@ -1,0 +1,80 @@
+"""What a log answers when it is asked about itself: plain values, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from memlog.errors import PermanentError
+
+__all__ = ["DeadLetter", "Duplicate", "FlushReport", "State", "Statistics"]
+
+State = Literal["ok", "waiting", "blocked"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlushReport:
+    """What :meth:`MemoryLog.flush` saw. Counts are items.
+
+    ``complete``: nothing that had been appended before is left. ``acknowledged`` and ``refused``: became so meanwhile.
+    ``pending``: on this machine, not at the server. ``state`` and ``reason`` as in :class:`Statistics`.
+    """
+
+    complete: bool
+    acknowledged: int
+    pending: int
+    refused: int
+    state: State
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """A log at one moment. ``state``: ``ok``, ``waiting`` (goes on by itself), ``blocked`` (an operator must act).
+
+    The books, over the files this log holds: stored = acknowledged + pending + refused + dropped, in items as in
+    batches. ``unstored_bytes`` are accepted and not yet on disk. Traffic counts since the log was opened.
+    """
+
+    state: State
+    reason: str | None
+    stored_items: int
+    acknowledged_items: int
+    pending_items: int
+    refused_items: int
+    dropped_items: int
+    stored_batches: int
+    acknowledged_batches: int
+    pending_batches: int
+    refused_batches: int
+    dropped_batches: int
+    pending_bytes: int
+    unstored_bytes: int
+    requests_sent: int
+    requests_in_flight: int
+    duplicate_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A batch that the server refused, kept on disk with the reason until it is requeued or dropped."""
+
+    id: str
+    conversation_id: str
+    items: int
+    bytes: int
+    refused_at: datetime
+    error: PermanentError
+    payloads: list[dict[str, Any]] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A range of a conversation's log, inclusive, that holds a second copy of what stands elsewhere in it."""
+
+    conversation_id: str
+    first_seq: int
+    last_seq: int
