@@ -53,6 +53,7 @@ class BufferLimits:
 
     ``unstored_bytes``: accepted and not yet on disk, which only a stalled disk lets grow (default 64 MiB).
     ``disk_bytes``: pending on disk, which an outage of the server lets grow (default 4 GiB). Both count payload bytes.
+    A buffer in memory holds ``unstored_bytes`` in all.
     """
 
     unstored_bytes: int = 64 * 1024 * 1024
@@ -66,11 +67,14 @@ class BufferLimits:
                 raise ValueError(msg)
 
 
+_registering = threading.Lock()  # between those who wait for one receipt
+
+
 class Accepted:
     """One append on its way to the disk: one or more batches of a conversation, committed together.
 
-    Completed by the writer thread, waited for from any thread or loop. No lock: whoever waits adds itself and then
-    looks again, whoever completes sets the state and then notifies.
+    Completed by the writer thread, waited for from any thread or loop. Completing takes no lock: whoever waits adds
+    itself and then looks again, whoever completes sets the state and then notifies.
     """
 
     __slots__ = ("__weakref__", "_notify", "_stored", "batches", "conversation_id", "count", "first_id", "spool_name")
@@ -92,9 +96,8 @@ class Accepted:
 
     def when_stored(self, notify: Callable[[], object]) -> None:
         """Call ``notify``, from any thread, once :meth:`is_stored` has an answer."""
-        if self._notify is None:
-            self._notify = []
-        self._notify.append(notify)
+        with _registering:
+            self._notify = [*(self._notify or ()), notify]
         if self._stored is not False:
             notify()
 
@@ -124,14 +127,17 @@ class _Command:
         self.writes = writes
         self.future: Future[Any] = Future()
 
+    def is_wanted(self) -> bool:
+        """Whether nobody cancelled it; from here on nobody can."""
+        return self.future.set_running_or_notify_cancel()
+
     def __call__(self, spools: Spools) -> None:
-        if self.future.set_running_or_notify_cancel():
-            try:
-                result = self.function(spools)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
-                self.future.set_exception(error)
-            else:
-                self.future.set_result(result)
+        try:
+            result = self.function(spools)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
 
 
 class Buffer:
@@ -144,6 +150,7 @@ class Buffer:
     def __init__(self, directory: Path | None, limits: BufferLimits, listener: Listener) -> None:
         self.directory = directory
         self._limits = limits
+        self._pending_max = limits.unstored_bytes if directory is None else limits.disk_bytes
         self._listener = listener
         self._closed = False
         self._full: str | None = None
@@ -188,8 +195,8 @@ class Buffer:
             if unstored + size > self._limits.unstored_bytes:
                 raise self._refusal("unstored", unstored, self._limits.unstored_bytes)
             on_disk = writer.books.pending_bytes + unstored
-            if on_disk + size > self._limits.disk_bytes:
-                raise self._refusal("disk", on_disk, self._limits.disk_bytes)
+            if on_disk + size > self._pending_max:
+                raise self._refusal("disk" if self.directory else "memory", on_disk, self._pending_max)
             self._full = None
             accepted.spool_name = writer.spools.own.name
             accepted.first_id = self._next_id
@@ -312,7 +319,11 @@ class _Writer:
                 continue
             group, running = self._drain(entry)
             tidy = False
-            self._write(group)
+            try:
+                self._write(group)
+            except Exception as error:
+                logger.exception("memlog: a defect in the buffer")
+                self._break(error, [entry for entry in group if isinstance(entry, Accepted)], [])
         with contextlib.suppress(sqlite3.Error):
             for spool in self.spools:
                 spool.close()
@@ -335,8 +346,8 @@ class _Writer:
     def _write(self, group: list[Accepted | _Command]) -> None:
         """Commit the group, however long the disk is in trouble, and complete what was asked."""
         accepted = [entry for entry in group if isinstance(entry, Accepted)]
-        commands = [entry for entry in group if isinstance(entry, _Command) and entry.writes]
-        reads = [entry for entry in group if isinstance(entry, _Command) and not entry.writes]
+        wanted = [entry for entry in group if isinstance(entry, _Command) and entry.is_wanted()]
+        commands = [command for command in wanted if command.writes]
         rows = [row for entry in accepted for row in _rows_of(entry)]
         delay = _RETRY_SECONDS[0]
         in_trouble = False
@@ -371,8 +382,9 @@ class _Writer:
         if in_trouble and self.broken is None:
             self._listener.disk_trouble(None)
         self.spools.release_drained()
-        for command in reads:
-            command(self.spools)
+        for command in wanted:
+            if not command.writes:
+                command(self.spools)
 
     def _transact(self, rows: list[NewRow], commands: list[_Command]) -> list[tuple[_Command, Any]]:
         """One transaction a spool. A command that raises is taken out of ``commands``, and the rest runs again."""
@@ -398,7 +410,7 @@ class _Writer:
     def _given_up(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _break(self, error: sqlite3.Error, accepted: list[Accepted], commands: list[_Command]) -> None:
+    def _break(self, error: Exception, accepted: list[Accepted], commands: list[_Command]) -> None:
         self.broken = BufferUnusableError(str(self.spools.own.path), str(error))
         logger.error("memlog: %s; what was not stored yet is lost with this process", self.broken)
         for entry in accepted:

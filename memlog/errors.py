@@ -214,10 +214,10 @@ class ResponseTooLargeError(TransientError):
 
 
 class BufferFullError(MemlogError):
-    """Nothing was stored: ``bytes`` of at most ``limit`` bytes are held, ``what`` is ``"unstored"`` or ``"disk"``."""
+    """Nothing was stored: ``bytes`` of at most ``limit`` bytes are held, ``what`` is "unstored", "disk" or "memory"."""
 
-    def __init__(self, what: Literal["unstored", "disk"], bytes: int, limit: int, **details: Any) -> None:  # noqa: A002 - the public name of the attribute
-        where = {"unstored": "waiting for the disk", "disk": "on disk"}[what]
+    def __init__(self, what: Literal["unstored", "disk", "memory"], bytes: int, limit: int, **details: Any) -> None:  # noqa: A002 - the public name of the attribute
+        where = {"unstored": "waiting for the disk", "disk": "on disk", "memory": "in memory"}[what]
         super().__init__(
             f"the buffer is full: {bytes:,} bytes {where}, at most {limit:,}; nothing of this append was stored",
             **details,

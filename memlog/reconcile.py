@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``batches`` leading batches landed, the first item at ``first_seq``; ``duplicates`` are ranges of further copies."""
+    """``batches`` leading batches landed, the first item at ``first_seq``; ``duplicates``: ranges of further copies."""
 
     batches: int
     first_seq: int

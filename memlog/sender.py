@@ -27,10 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from memlog import limits
 from memlog.errors import (
     ClosedError,
+    ConnectionFailedError,
     ConversationFullError,
     MemlogError,
     PermanentError,
     ProtocolError,
+    ResponseTooLargeError,
+    TimedOutError,
     TooLargeError,
     TransientError,
     to_record,
@@ -59,6 +62,7 @@ T = TypeVar("T")
 
 _REFUSALS_IN_A_ROW = 3
 _SAME_ANSWERS = 2
+_HELD_AFTER = 3  # a failure or two are a hiccup, not a state
 _READ_BACK_ITEMS = limits.PAGE_ITEMS_MAX
 
 
@@ -354,13 +358,20 @@ class Sender:
 
     async def _landed_before(self, lane: Lane, rows: list[Row], start: int) -> bool:
         """Read the log's tail: whether some of ``rows`` is there already, and is acknowledged now."""
-        tail = await self._read(lane.conversation, start, _READ_BACK_ITEMS)
-        found = None if len(tail) == _READ_BACK_ITEMS else _explain(rows, tail, start)
+        tail = await self._tail(lane, start, _READ_BACK_ITEMS)
+        found = None if tail is None or len(tail) == _READ_BACK_ITEMS else _explain(rows, tail, start)
         lane.suspect = False
         if found is None or found.batches == 0:
             return False
         await self._acknowledge(lane, rows, found)
         return True
+
+    async def _tail(self, lane: Lane, start: int, limit: int) -> list[Item] | None:
+        """``limit`` items of the log from ``start``, or fewer at its end; None if that is more than an answer holds."""
+        try:
+            return await self._read(lane.conversation, start, limit)
+        except ResponseTooLargeError:
+            return None
 
     async def _check(self, lane: Lane, rows: list[Row], start: int, ack: Ack) -> Explanation | _Taken:
         """Hold an acknowledgement against what was expected: gapless numbering tells what happened in between."""
@@ -371,11 +382,11 @@ class Sender:
             self._tell("log_reset", conversation_id=lane.conversation, reason=reason)
             return _Taken(len(rows), ack.first_seq)
         length = ack.last_seq + 1 - start
-        tail = await self._read(lane.conversation, start, length) if length <= _READ_BACK_ITEMS else []
-        found = _explain(rows, tail, start) if tail else None
+        tail = await self._tail(lane, start, length) if length <= _READ_BACK_ITEMS else None
+        found = _explain(rows, tail, start) if tail is not None else None
         if found is not None and found.batches == len(rows):
             return found
-        if len(tail) < length <= _READ_BACK_ITEMS:
+        if tail is not None and len(tail) < length:
             reason = "the acknowledgement names items that the log does not hold"
             raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
         self._tell("several_writers", conversation_id=lane.conversation)
@@ -446,12 +457,13 @@ class Sender:
             assert isinstance(error, PermanentError)  # what classify gives these two verdicts to
             await self._refused(lane, rows, verdict, error)
         else:
-            self._reached(lane)
+            if not isinstance(error, (ConnectionFailedError, TimedOutError)):
+                self._reached(lane)
             self._hold(lane, error)
 
     def _hold(self, lane: Lane, error: MemlogError) -> None:
         lane.failures += 1
-        if not lane.held:
+        if lane.failures >= _HELD_AFTER and not lane.held:
             lane.held = True
             self._tell("held", conversation_id=lane.conversation, reason=str(error), error=error)
         self._back_off(lane, max(self.policy.delay(lane.failures), error.retry_after or 0.0))
