@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from pydantic import ValidationError
-
 from memlog import limits, models, payload
 from memlog.errors import ProtocolError, SequenceError
 from memlog.protocol import Session
+from memlog.replay import Replay
 from memlog.retry import RetryPolicy, retrying
 from memlog.transport import Transport
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from memlog.models import Ack, ConversationInfo, Item
+    from memlog.protocol import Era
     from memlog.transport import Auth, BaseTransport
 
 __all__ = ["Client"]
@@ -43,6 +43,7 @@ class Client:
         retry: for reads.
         allow_insecure: send credentials over plain http to another machine all the same.
         transport: stands in for the network in tests (an ``httpx.AsyncBaseTransport``).
+        era: of the protocol; ``"auto"`` asks the server once, ``"modern"`` and ``"legacy"`` save the question.
 
     Raises:
         ValueError: an argument that cannot be meant. Nothing is sent before the first call.
@@ -57,9 +58,10 @@ class Client:
         retry: RetryPolicy | None = None,
         allow_insecure: bool = False,
         transport: BaseTransport | None = None,
+        era: Era = "auto",
     ) -> None:
         self._transport = Transport(url, auth=auth, timeout=timeout, allow_insecure=allow_insecure, transport=transport)
-        self._session = Session(self._transport)
+        self._session = Session(self._transport, era=era)
         self._retry = RetryPolicy() if retry is None else retry
 
     def __repr__(self) -> str:
@@ -100,9 +102,9 @@ class Client:
         arguments = b'{"conversation_id":"%b","items":[%b]}' % (conversation_id.encode(), body)
         answer = await self._session.call_tool("append_memory", arguments, conversation_id=conversation_id)
         try:
-            ack = models.ACK.validate_python(answer)
-        except ValidationError as error:
-            raise ProtocolError(f"append_memory: not an acknowledgement: {models.shape_of(error)}") from None
+            ack = models.read_ack(answer)
+        except ValueError as error:
+            raise ProtocolError(f"append_memory: not an acknowledgement: {error}") from None
         if ack.last_seq - ack.first_seq + 1 != items:
             raise ProtocolError(
                 f"append_memory: {items} items were sent, acknowledged are {ack.first_seq} to {ack.last_seq}"
@@ -130,9 +132,21 @@ class Client:
         models.check_range("offset", offset, 0, None)
         models.check_range("limit", limit, 1, limits.PAGE_ITEMS_MAX)
         arguments = {"conversation_id": conversation_id, "offset": offset, "limit": limit}
-        items = await self._read("replay_memory", arguments, _items, retry)
+        items = await self._read("replay_memory", arguments, models.read_items, retry)
         _verify(items, offset, limit)
         return items
+
+    def replay(self, conversation_id: str, offset: int = 0, *, limit: int | None = None) -> Replay:
+        """The conversation from ``offset`` on, to its end or ``limit`` items: ``async for item in client.replay(id)``.
+
+        Raises, from its first await on, what :meth:`replay_memory` raises; the same object can be gone on with.
+        """
+        payload.check_conversation_id(conversation_id)
+
+        async def page(position: int, size: int) -> list[Item]:
+            return await self.replay_memory(conversation_id, position, size)
+
+        return Replay(page, offset=offset, limit=limit)
 
     async def recall_memory(
         self, conversation_id: str, limit: int = 100, *, retry: RetryPolicy | None = None
@@ -144,7 +158,7 @@ class Client:
         payload.check_conversation_id(conversation_id)
         models.check_range("limit", limit, 1, limits.PAGE_ITEMS_MAX)
         arguments = {"conversation_id": conversation_id, "limit": limit}
-        items = await self._read("recall_memory", arguments, _items, retry)
+        items = await self._read("recall_memory", arguments, models.read_items, retry)
         if len(items) > 1 and _seq(items[0]) > _seq(items[-1]):
             items.reverse()
         if items:
@@ -164,7 +178,7 @@ class Client:
         arguments: dict[str, object] = {"limit": limit}
         if after is not None:
             arguments["after"] = after
-        return await self._read("list_conversations", arguments, _conversations, retry)
+        return await self._read("list_conversations", arguments, models.read_conversations, retry)
 
     async def call_tool(
         self, name: str, arguments: Mapping[str, object] | None = None, *, timeout: float | None = None
@@ -182,33 +196,20 @@ class Client:
         self,
         name: str,
         arguments: Mapping[str, object],
-        parse: Callable[[str, dict[str, Any]], T],
+        read: Callable[[dict[str, Any]], T],
         retry: RetryPolicy | None,
     ) -> T:
         encoded = payload.dumps(arguments)
 
         async def attempt() -> T:
-            # An answer of the wrong shape is as transient as none: it may come from a server that is just restarting.
-            return parse(name, await self._session.call_tool(name, encoded))
+            answer = await self._session.call_tool(name, encoded)
+            try:
+                return read(answer)
+            except ValueError as error:
+                # As transient as no answer at all: it may come from a server that is just being replaced.
+                raise ProtocolError(f"{name}: {error}") from None
 
         return await retrying(self._retry if retry is None else retry, attempt)
-
-
-def _items(name: str, answer: dict[str, Any]) -> list[Item]:
-    try:
-        items = models.ITEMS.validate_python(answer.get("items"))
-    except ValidationError as error:
-        raise ProtocolError(f"{name}: not a list of items: {models.shape_of(error)}") from None
-    if any(item.seq is None or item.recorded_at is None for item in items):
-        raise ProtocolError(f"{name}: an item without seq or recorded_at")
-    return items
-
-
-def _conversations(name: str, answer: dict[str, Any]) -> list[ConversationInfo]:
-    try:
-        return models.CONVERSATIONS.validate_python(answer.get("conversations"))
-    except ValidationError as error:
-        raise ProtocolError(f"{name}: not a list of conversations: {models.shape_of(error)}") from None
 
 
 def _verify(items: list[Item], offset: int, limit: int) -> None:

@@ -22,9 +22,8 @@ import functools
 import itertools
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import anyio
 
@@ -67,12 +66,14 @@ _NOT_ERA_VERDICTS: Final = frozenset({401, 403, 407, 408, 425, 429, 502, 503, 50
 _ERA_DOUBTS: Final = frozenset({400, 404, 405, 406, 415, 422})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Terms:
     """What was agreed with the server. Compared by identity: another object is another agreement."""
 
-    version: str
-    session_id: str | None = None
+    __slots__ = ("session_id", "version")
+
+    def __init__(self, version: str, session_id: str | None = None) -> None:
+        self.version: Final = version
+        self.session_id: Final = session_id
 
     @property
     def modern(self) -> bool:
@@ -91,14 +92,14 @@ _MODERN: Final = _Terms(MODERN_VERSION)
 _BEFORE_AGREEMENT: Final = _Terms("")
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """A request as the caller means it, before anything of the wire is added. ``params`` is an object's inside."""
 
     method: str
     params: bytes = b""
     tool: str | None = None
     arguments: bytes = b""
+    conversation_id: str | None = None
 
     @property
     def what(self) -> str:
@@ -108,12 +109,11 @@ class _Call:
 _DISCOVER: Final = _Call("server/discover")
 
 
-@dataclass(slots=True)
-class _Incoming:
+class _Incoming(NamedTuple):
     """What is waited for: the response to request ``number``, and the event stream it may come in."""
 
     number: int
-    events: EventReader = field(default_factory=EventReader)
+    events: EventReader
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Reply:
     body: object = None
     """What stands in the place of a response: parsed JSON or plain text."""
 
-    problem: ProtocolError | None = field(default=None)
+    problem: ProtocolError | None = None
 
     @property
     def code(self) -> object:
@@ -166,15 +166,13 @@ class Session:
             TransientError: anything else; its ``outcome`` says whether the call may have been carried out.
         """
         params = b'"name":%b,"arguments":%b' % (payload.dumps(name), arguments)
-        result = await self._call(_Call("tools/call", params, name, arguments), self._deadline(timeout))
+        call = _Call("tools/call", params, name, arguments, conversation_id)
+        reply, result = await self._call(call, self._deadline(timeout))
         result_type = result.get("resultType", "complete")
         if result_type != "complete":
             raise ProtocolError(f"{name}: the server asks for something else first ({str(result_type)[:40]!r})")
         if result.get("isError") is True:
-            code, words, hint = spoken(_failure_of(result))
-            said = self._said(words, arguments)
-            refusal = Refusal(name, 200, code, words, said, _seconds(hint))
-            raise to_error(refusal, conversation_id=conversation_id)
+            raise self._error(call, reply, _failure_of(result))
         return _value_of(name, result)
 
     async def list_tools(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -195,25 +193,27 @@ class Session:
     def _deadline(self, timeout: float | None) -> float:
         return anyio.current_time() + (self._transport.timeout if timeout is None else timeout)
 
-    async def _call(self, call: _Call, deadline: float) -> dict[str, Any]:
-        """The result of one call, sent again only after an answer that proves it was not carried out."""
+    async def _call(self, call: _Call, deadline: float) -> tuple[_Reply, dict[str, Any]]:
+        """The answer to one call and its result; sent again only after an answer that proves it was not carried out."""
         terms = await self._agreed(deadline)
         reply = await self._ask(terms, call, deadline)
         again = False
         if (reply.status == 404 and terms.session_id is not None) or reply.code == UNSUPPORTED_VERSION:
             # The session is gone, or another server answers there by now; neither looked at the request.
-            terms, again = await self._agreed(deadline, instead_of=terms), True
-        elif reply.code == HEADER_MISMATCH and call.tool is not None and call.tool not in self._mirrored:
-            await self._list_tools(deadline)
-            again = call.tool in self._mirrored
+            renewed = await self._agreed(deadline, instead_of=terms)
+            terms, again = renewed, renewed is not terms
+        elif reply.code == HEADER_MISMATCH and call.tool is not None:
+            again = await self._learn_mirrored(call.tool, deadline)
         if again:
             reply = await self._ask(terms, call, deadline)
         if reply.result is not None:
-            return reply.result
+            return reply, reply.result
         if reply.status in _ERA_DOUBTS and reply.code not in (-32601, -32602) and self._terms is terms:
             # Perhaps another server answers there by now: the next call asks who it is.
             self._terms = None
-        raise self._error(call, reply)
+        if 200 <= reply.status < 300 and (reply.message is None or "error" not in reply.message):
+            raise reply.problem or ProtocolError(f"{call.what}: the result is not an object")
+        raise self._error(call, reply, reply.body if reply.message is None else reply.message)
 
     async def _ask(self, terms: _Terms, call: _Call, deadline: float) -> _Reply:
         headers, params = terms.headers(), call.params
@@ -225,17 +225,15 @@ class Session:
             params = b"%b%b%b" % (params, b"," if params else b"", _modern_meta())
         return await self._post(terms, headers, call.method, params, deadline)
 
-    def _error(self, call: _Call, reply: _Reply) -> MemlogError:
-        if 200 <= reply.status < 300 and (reply.message is None or "error" not in reply.message):
-            return reply.problem if reply.problem else ProtocolError(f"{call.what}: the result is not an object")
-        code, words, hint = spoken(reply.body if reply.message is None else reply.message)
+    def _error(self, call: _Call, reply: _Reply, words_of: object) -> MemlogError:
+        """The error for a refusal, whichever part of the answer it was found in."""
+        code, words, hint = spoken(words_of)
         retry_after = parse_retry_after(reply.headers.get("retry-after"))
-        retry_after = _seconds(hint) if retry_after is None else retry_after
-        said = self._said(words, call.arguments)
-        return to_error(Refusal(call.what, reply.status, code, words, said, retry_after))
-
-    def _said(self, words: str, sent: bytes) -> str | None:
-        return trimmed(self._transport.mask(words), sent)
+        if retry_after is None and isinstance(hint, int | float | str) and not isinstance(hint, bool):
+            retry_after = parse_retry_after(str(hint))
+        said = trimmed(self._transport.mask(words), call.arguments)
+        refusal = Refusal(call.what, reply.status, code, words, said, retry_after)
+        return to_error(refusal, conversation_id=call.conversation_id, of_a_tool=call.tool is not None)
 
     # -- agreeing with the server --------------------------------------------------------------------------------------
 
@@ -289,7 +287,7 @@ class Session:
             MISSING_CAPABILITY,
             UNSUPPORTED_VERSION,
         ):
-            raise self._error(_DISCOVER, reply)
+            raise self._error(_DISCOVER, reply, reply.message or reply.body)
         return await self._initialize(deadline)
 
     async def _initialize(self, deadline: float) -> _Terms:
@@ -301,7 +299,9 @@ class Session:
         reply = await self._post(_BEFORE_AGREEMENT, headers, "initialize", params, deadline)
         result = reply.result
         if result is None:
-            raise self._error(_Call("initialize"), reply)
+            if 200 <= reply.status < 300 and reply.problem is not None:
+                raise reply.problem
+            raise self._error(_Call("initialize"), reply, reply.message or reply.body)
         version = result.get("protocolVersion")
         if version not in LEGACY_VERSIONS:
             raise ProtocolError(f"the server speaks a version of MCP that is not known here: {str(version)[:40]!r}")
@@ -323,7 +323,7 @@ class Session:
     async def _post(
         self, terms: _Terms, headers: Mapping[str, str], method: str, params: bytes, deadline: float
     ) -> _Reply:
-        incoming = _Incoming(next(self._ids))
+        incoming = _Incoming(next(self._ids), EventReader())
         body = b'{"jsonrpc":"2.0","id":%d,"method":"%b","params":{%b}}' % (incoming.number, method.encode(), params)
         events = incoming.events
         try:
@@ -338,7 +338,10 @@ class Session:
                 resume = {**headers, "Accept": "text/event-stream", "Last-Event-ID": events.last_id}
                 del resume["Content-Type"]
                 events.cut()
-                reply = await self._exchange("GET", resume, b"", incoming, deadline)
+                # Whatever becomes of this, the call itself was sent: a failure here says nothing about its outcome.
+                with suppress(TransientError):
+                    resumed = await self._exchange("GET", resume, b"", incoming, deadline)
+                    reply.message = resumed.message if resumed.status < 300 else None
         except TimedOutError as error:
             if error.outcome == "unknown" and terms.version and not terms.modern:
                 # Disconnecting is not cancelling in these revisions, so the server is told. In vain is fine.
@@ -367,12 +370,22 @@ class Session:
 
     # -- tools with mirrored parameters --------------------------------------------------------------------------------
 
+    async def _learn_mirrored(self, tool: str, deadline: float) -> bool:
+        """Ask which arguments the tool wants as headers; True if that is news."""
+        known = self._mirrored.get(tool)
+        try:
+            await self._list_tools(deadline)
+        except TransientError as error:
+            error.outcome = "not_sent"  # the call behind it was answered: not carried out
+            raise
+        return self._mirrored.get(tool) != known
+
     async def _list_tools(self, deadline: float) -> list[dict[str, Any]]:
         tools: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(TOOL_PAGES_MAX):
             params = b"" if cursor is None else b'"cursor":' + payload.dumps(cursor)
-            result = await self._call(_Call("tools/list", params), deadline)
+            _, result = await self._call(_Call("tools/list", params), deadline)
             page = result.get("tools")
             if not isinstance(page, list):
                 raise ProtocolError("tools/list: no list of tools")
@@ -495,12 +508,6 @@ def _texts(result: dict[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _seconds(hint: object) -> float | None:
-    if isinstance(hint, bool) or not isinstance(hint, int | float | str):
-        return None
-    return parse_retry_after(str(hint))
-
-
 def _supported(reply: _Reply) -> list[object]:
     error = (reply.message or {}).get("error")
     data = error.get("data") if isinstance(error, dict) else None
@@ -513,6 +520,8 @@ def _listed(value: object) -> list[object]:
 
 @functools.cache
 def _client_info() -> bytes:
+    from importlib import metadata  # noqa: PLC0415 - needed once, by those who speak to a server at all
+
     try:
         version = metadata.version("memlog-sdk")
     except metadata.PackageNotFoundError:

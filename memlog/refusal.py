@@ -8,8 +8,7 @@ nobody recognises is transient: the contract calls "any other failure" safe to r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from memlog import limits
 from memlog.errors import (
@@ -33,8 +32,7 @@ SERVER_SAID_MAX: Final = 200
 Meaning = Literal["throttled", "full", "item", "batch", "count", "id", "credentials", "wrong_kind", "invalid", "server"]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """One refusal, from whichever plane. ``words`` are for matching only, ``said`` is fit to be shown."""
 
     what: str
@@ -88,9 +86,14 @@ _BY_WORDS: Final[tuple[tuple[str, Meaning], ...]] = (
 )
 
 
-def to_error(refusal: Refusal, *, conversation_id: str | None = None) -> MemlogError:
-    """The one error that says what happened, with ``status``, ``code``, ``retry_after`` and ``server_said``."""
+def to_error(refusal: Refusal, *, conversation_id: str | None = None, of_a_tool: bool = True) -> MemlogError:
+    """The one error that says what happened, with ``status``, ``code``, ``retry_after`` and ``server_said``.
+
+    A refusal of anything but a tool call (``of_a_tool``), such as a handshake, says nothing about what the caller sent.
+    """
     meaning = _meaning(refusal)
+    if not of_a_tool and meaning not in ("throttled", "credentials", "wrong_kind"):
+        meaning = "server"
     return _ERRORS[meaning](refusal, conversation_id, _details(refusal))
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import ValidationError
-
 from memlog import limits, models, payload
 from memlog.errors import InvalidRequestError, ProtocolError, SequenceError, ServerError
 from memlog.protocol import Session
+from memlog.replay import History
 from memlog.retry import RetryPolicy, retrying
 from memlog.transport import Transport
 
@@ -71,6 +70,24 @@ class TeamClient:
         """Close the connections. Calls under way end by themselves, later ones raise ClosedError. From any task."""
         await self._session.close()
 
+    def history(
+        self,
+        id: int,  # noqa: A002 - the tool's own word
+        *,
+        scope: Mapping[str, object] | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> History:
+        """All events of a record and of the versions it replaced: ``async for event in team.history(815)``.
+
+        Raises, from its first await on, what :meth:`memory_history` raises; the same object can be gone on with.
+        """
+
+        async def page(position: int, size: int) -> list[HistoryEvent]:
+            return await self.memory_history(id, scope, position, size)
+
+        return History(page, after=after, limit=limit)
+
     async def memory_history(
         self,
         id: int,  # noqa: A002 - the tool's own word
@@ -99,7 +116,11 @@ class TeamClient:
         encoded = payload.dumps(arguments)
 
         async def attempt() -> list[HistoryEvent]:
-            return _events(await self._call("memory_history", encoded))
+            answer = await self._call("memory_history", encoded)
+            try:
+                return models.read_events(answer)
+            except ValueError as error:
+                raise ProtocolError(f"memory_history: {error}") from None
 
         events = await retrying(self._retry if retry is None else retry, attempt)
         _verify(events, after, limit)
@@ -129,13 +150,6 @@ class TeamClient:
                 code=error.code,
                 server_said=error.server_said,
             ) from error
-
-
-def _events(answer: dict[str, Any]) -> list[HistoryEvent]:
-    try:
-        return models.EVENTS.validate_python(answer.get("data"))
-    except ValidationError as error:
-        raise ProtocolError(f"memory_history: not a list of events: {models.shape_of(error)}") from None
 
 
 def _verify(events: list[HistoryEvent], after: int, limit: int) -> None:

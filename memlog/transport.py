@@ -20,6 +20,7 @@ import ipaddress
 import math
 import os
 import ssl
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Final, Literal, NamedTuple
@@ -189,6 +190,7 @@ class Transport:
             raise ClosedError("the client is closed")
         seconds = self.timeout if timeout is None else max(timeout, 0.0)
         sent = _Body(body)
+        outer = sys.exception()
         try:
             with anyio.fail_after(seconds):
                 async with self._answer(method, headers, sent, seconds) as answer:
@@ -197,7 +199,7 @@ class Transport:
             msg = f"no complete answer from {self.where} within {seconds:g} s"
             raise TimedOutError(msg, outcome="unknown" if sent.begun else "not_sent") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise translate(error, begun=sent.begun, where=self.where) from error
+            raise translate(error, begun=sent.begun, where=self.where, outer=outer) from error
 
     async def close(self) -> None:
         """No more requests; idle connections are closed, requests under way end by themselves.
@@ -315,10 +317,22 @@ class _Body(httpx.AsyncByteStream):
     def __len__(self) -> int:
         return len(self._body)
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    def __aiter__(self) -> AsyncIterator[bytes]:
         self.begun = True
-        if self._body:
-            yield self._body
+        return _Once(self._body)
+
+
+class _Once(AsyncIterator[bytes]):
+    """One chunk. A generator would be left half run by a cancelled request, which trio complains about."""
+
+    def __init__(self, chunk: bytes) -> None:
+        self._chunk = chunk
+
+    async def __anext__(self) -> bytes:
+        if not self._chunk:
+            raise StopAsyncIteration
+        chunk, self._chunk = self._chunk, b""
+        return chunk
 
 
 class _Header(NamedTuple):
@@ -380,14 +394,17 @@ def _checked_auth(auth: Auth | None) -> tuple[_Header, httpx.Auth | None]:
 
 
 def _checked_url(url: str) -> httpx.URL:
+    # A missing scheme, or a password with "#" or "/" in it, makes the password a part of the path or the port: then a
+    # complaint must not quote it.
+    quotable = "@" not in str(url)
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"not a URL: {error}") from None
+        raise ValueError(f"not a URL: {error}" if quotable else "not a URL") from None
     if parsed.userinfo:
         raise ValueError("the URL holds credentials: pass them as auth=")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"not an http or https URL: {_named(parsed)!r}")
+        raise ValueError(f"not an http or https URL{f': {_named(parsed)!r}' if quotable else ''}")
     return parsed.copy_with(fragment=None)
 
 
@@ -495,25 +512,26 @@ TRANSLATIONS: Final[Mapping[type[Exception], Translation]] = {
 }
 
 
-def translate(error: Exception, *, begun: bool, where: str) -> TransientError:
+def translate(error: Exception, *, begun: bool, where: str, outer: BaseException | None = None) -> TransientError:
     """This package's error for one of httpx. ``begun``: the body of the request was on its way.
 
+    ``outer`` is what the caller was handling before the request: it stands in the chain of causes and is none of them.
     A certificate or handshake that fails has ``code="tls"``: it will not pass by itself.
     """
     meaning = next(TRANSLATIONS[cls] for cls in type(error).__mro__ if cls in TRANSLATIONS)
     outcome: Literal["not_sent", "unknown"] = "unknown" if begun and not meaning.never_sent else "not_sent"
-    root = _root(error)
+    root = _root(error, outer)
     reason = str(root) if not isinstance(root, httpx.HTTPError | httpx.StreamError) else ""
     text = meaning.text.format(where=where) + (f": {reason[:200]}" if reason else "")
     return meaning.error(text, outcome=outcome, code="tls" if isinstance(root, ssl.SSLError) else None)
 
 
-def _root(error: BaseException) -> BaseException:
+def _root(error: BaseException, outer: BaseException | None) -> BaseException:
     """The operating system's or the TLS library's word at the bottom of the chain."""
     while not isinstance(error, ssl.SSLError):
         # Several addresses were tried in vain: the first complaint is as good as any.
         below = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
-        if below is None:
+        if below is None or below is outer:
             break
         error = below
     return error

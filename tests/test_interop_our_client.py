@@ -1,0 +1,116 @@
+"""Our client against a server written with the official `mcp` package, in each of its modes and in both eras."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+
+from memlog.client import Client
+from memlog.errors import MemlogError, TransientError
+from memlog.models import Ack
+from memlog.retry import NO_RETRY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHAT = "c_7f3a9b2e41"
+SERVER = Path(__file__).parent / "interop" / "our_client_against_official.py"
+MODES = {"json": [], "sse": ["--sse"], "json-stateless": ["--stateless"], "sse-stateless": ["--sse", "--stateless"]}
+
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.anyio,
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the official mcp package is not installed"),
+]
+
+
+@contextmanager
+def official_server(*options: str) -> Iterator[str]:
+    """The server in a process of its own, which ends with its standard input whatever becomes of the test."""
+    command = [sys.executable, str(SERVER), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().strip()
+            assert url.startswith("http"), "the server did not start"
+            yield url
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@pytest.fixture(scope="module", params=MODES)
+def official(request: pytest.FixtureRequest) -> Iterator[str]:
+    with official_server(*MODES[request.param]) as url:
+        yield url
+
+
+@pytest.fixture(params=["auto", "modern", "legacy"])
+async def client(request: pytest.FixtureRequest, official: str, anyio_backend: str):
+    async with Client(official, era=request.param, retry=NO_RETRY, timeout=20) as opened:
+        yield opened
+
+
+def fresh(request: pytest.FixtureRequest) -> str:
+    """An id of this test's own: the server outlives it."""
+    return f"c_{abs(hash(request.node.nodeid)):020}"
+
+
+async def test_append_and_replay_give_back_what_was_given(client: Client, request: pytest.FixtureRequest):
+    """Interop: the typed methods, several calls on one client, unusual text and numbers."""
+    chat = fresh(request)
+    items = [{"text": "Привет \u2028 😀", "n": 1.5, "big": 2**53, "none": None}, {"nested": [[{}], True]}]
+    assert await client.append_memory(chat, items) == Ack(0, 1)
+    assert await client.append_memory(chat, [{"n": n} for n in range(250)]) == Ack(2, 251)
+    found = await client.replay_memory(chat)
+    assert [item.payload for item in found] == [*items, *({"n": n} for n in range(250))]
+    assert await client.replay_memory(chat, 251, 1) == found[251:]
+    assert [item.seq async for item in client.replay(chat, 200)] == list(range(200, 252))
+
+
+async def test_a_large_batch_arrives_whole(client: Client, request: pytest.FixtureRequest):
+    """Interop: a full mebibyte, there and back; one event of a stream may be as long as that."""
+    chat = fresh(request)
+    items = [{"x": "ж" * 131_000} for _ in range(4)]
+    assert await client.append_memory(chat, items) == Ack(0, 3)
+    assert [item.payload for item in await client.replay_memory(chat)] == items
+
+
+async def test_the_open_door_reads_text_and_tells_refusals(client: Client, request: pytest.FixtureRequest):
+    """Interop: text content without structure; an unknown tool and a bug in a tool are errors, and the next call works."""
+    assert await client.call_tool("text_only") == {"é": [1, 2.5, None, "\u2028"]}
+    for tool in ("no_such_tool", "broken"):
+        with pytest.raises(MemlogError) as caught:
+            await client.call_tool(tool)
+        assert isinstance(caught.value, TransientError)
+        assert caught.value.outcome == "unknown"
+    assert await client.append_memory(fresh(request), [{}]) == Ack(0, 0)
+
+
+async def test_many_calls_at_once_are_all_answered(client: Client, request: pytest.FixtureRequest):
+    """Interop: 40 appends at once, more than there are connections, and each is there once."""
+    chat = fresh(request)
+    async with anyio.create_task_group() as group:
+        for n in range(40):
+            group.start_soon(client.append_memory, chat, [{"n": n}])
+    assert sorted(item.payload["n"] for item in await client.replay_memory(chat)) == list(range(40))
+
+
+async def test_a_server_that_restarted_without_our_session_is_no_trouble(anyio_backend: str):
+    """Interop: the official server answers 404 to a session it does not know; one new handshake, and on."""
+    with official_server() as url:
+        async with Client(url, era="legacy", retry=NO_RETRY) as client:
+            await client.append_memory(CHAT, [{}])
+            terms = client._session._terms
+            assert terms is not None
+            client._session._terms = type(terms)(terms.version, "a-session-of-another-life")
+            assert await client.append_memory(CHAT, [{}]) == Ack(1, 1)
