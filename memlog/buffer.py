@@ -134,6 +134,8 @@ class _Command:
     def __call__(self, spools: Spools) -> None:
         try:
             result = self.function(spools)
+        except sqlite3.Error as error:
+            self.future.set_exception(BufferUnusableError(str(spools.own.path), str(error)))
         except BaseException as error:  # noqa: BLE001 - handed to whoever asked
             self.future.set_exception(error)
         else:
@@ -199,8 +201,8 @@ class Buffer:
                 raise self._refusal("disk" if self.directory else "memory", on_disk, self._pending_max)
             self._full = None
             accepted.spool_name = writer.spools.own.name
-            accepted.first_id = self._next_id
-            self._next_id += accepted.count
+            # In one statement: a signal handler that appends, too, gets ids of its own.
+            accepted.first_id, self._next_id = self._next_id, self._next_id + accepted.count
             self._accepted_bytes += size
             writer.queue.put(accepted)
 
@@ -258,15 +260,14 @@ class Buffer:
 
     # --- forks: the child must not touch what it inherited ----------------------------------------------------------
 
-    def _before_fork(self) -> None:
+    def _before_fork(self) -> bool:
+        """Whether the writer is at rest now; it is not if its disk is stuck, and the fork goes on all the same."""
         self._lock.acquire()
-        if self._writer is not None:
-            self._writer.at_rest.acquire(timeout=_FORK_WAIT_SECONDS)
+        return self._writer is not None and self._writer.at_rest.acquire(timeout=_FORK_WAIT_SECONDS)
 
-    def _after_fork_in_parent(self) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(RuntimeError):  # the wait ran out: it was not ours to release
-                self._writer.at_rest.release()
+    def _after_fork_in_parent(self, at_rest: bool) -> None:
+        if at_rest and self._writer is not None:
+            self._writer.at_rest.release()
         self._lock.release()
 
     def _after_fork_in_child(self) -> None:
@@ -323,7 +324,9 @@ class _Writer:
                 self._write(group)
             except Exception as error:
                 logger.exception("memlog: a defect in the buffer")
-                self._break(error, [entry for entry in group if isinstance(entry, Accepted)], [])
+                # Only those that nobody has told yet: what is on disk stays stored.
+                waiting = [entry for entry in group if isinstance(entry, Accepted) and entry.batches is not None]
+                self._break(error, waiting, [e for e in group if isinstance(e, _Command) and not e.future.done()])
         with contextlib.suppress(sqlite3.Error):
             for spool in self.spools:
                 spool.close()
@@ -365,7 +368,7 @@ class _Writer:
                     break
                 if not in_trouble:
                     in_trouble = True
-                    self._listener.disk_trouble(f"{error} ({name})")
+                    self._tell(self._listener.disk_trouble, f"{error} ({name})")
                 if self._stopping.wait(delay):
                     time.sleep(_RETRY_SECONDS[0])
                 delay = min(delay * 2, _RETRY_SECONDS[1])
@@ -377,10 +380,10 @@ class _Writer:
                 for entry in accepted:
                     entry.complete()
                 if rows:
-                    self._listener.stored({row.conversation for row in rows})
+                    self._tell(self._listener.stored, {row.conversation for row in rows})
                 break
         if in_trouble and self.broken is None:
-            self._listener.disk_trouble(None)
+            self._tell(self._listener.disk_trouble, None)
         self.spools.release_drained()
         for command in wanted:
             if not command.writes:
@@ -403,9 +406,17 @@ class _Writer:
                 commands.remove(command)
                 command.future.set_exception(error)
                 return self._transact(rows, commands)
-        for spool in self.spools:
+        # The own spool last: if another one's commit fails, all of this runs again, and the new rows must not be there
+        # yet. Commands find their work done the second time.
+        for spool in [*self.spools.adopted, self.spools.own]:
             spool.commit()
         return done
+
+    def _tell(self, listener: Callable[[T], None], what: T) -> None:
+        try:
+            listener(what)
+        except Exception:  # no thread to be had, no descriptor left: that is no reason to stop storing
+            logger.exception("memlog: the buffer could not tell what happened")
 
     def _given_up(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
@@ -444,21 +455,19 @@ def _hook_forks() -> None:
     if _hooked:
         return
     _hooked = True
-    held: list[Buffer] = []
+    held = threading.local()  # several threads may fork at once; each runs its three hooks itself
 
     def before() -> None:
-        held[:] = list(_alive)
-        for buffer in held:
-            buffer._before_fork()  # noqa: SLF001 - the hooks are the buffer's own
+        # In one order: two threads that fork at once would wait for each other otherwise.
+        buffers = sorted(_alive, key=id)
+        held.buffers = [(buffer, buffer._before_fork()) for buffer in buffers]  # noqa: SLF001 - the buffer's own hooks
 
     def in_parent() -> None:
-        for buffer in held:
-            buffer._after_fork_in_parent()  # noqa: SLF001
-        held.clear()
+        for buffer, at_rest in held.__dict__.pop("buffers", ()):
+            buffer._after_fork_in_parent(at_rest)  # noqa: SLF001
 
     def in_child() -> None:
-        for buffer in held:
+        for buffer, _ in held.__dict__.pop("buffers", ()):
             buffer._after_fork_in_child()  # noqa: SLF001
-        held.clear()
 
     system.at_fork(before=before, in_parent=in_parent, in_child=in_child)

@@ -53,6 +53,7 @@ logger = logging.getLogger("memlog")
 T = TypeVar("T")
 
 _EXIT_SECONDS = 2.0
+_child_lock = threading.Lock()  # for the first use in a forked child only, so that no fork finds it held
 _CHECK_ID = "memlog-check"
 
 
@@ -60,7 +61,7 @@ _CHECK_ID = "memlog-check"
 class Settings:
     """What decides whether two handles may share a core; compared as a whole."""
 
-    url: str
+    url: str = field(repr=False)  # its query may hold a secret
     auth: Any = field(repr=False)
     buffer_dir: Path | None
     timeout: float
@@ -91,7 +92,6 @@ class Core:
         self.settings = settings
         self.handles = 0
         self.sealed: set[str] = set()
-        settings.make_client()  # raises here, in the caller's face, what is wrong with URL and credentials
         directory = settings.buffer_dir
         if directory is not None:
             site = site_directory(directory, settings.url, settings.user())
@@ -113,7 +113,9 @@ class Core:
     def sending(self) -> Sending:
         """The sending half of this process, started if need be; a forked child gets one of its own."""
         if self._sending.pid != os.getpid():
-            self._sending = Sending(self)
+            with _child_lock:
+                if self._sending.pid != os.getpid():
+                    self._sending = Sending(self)
         self._sending.start()
         return self._sending
 
@@ -196,7 +198,7 @@ class Core:
 
     async def duplicates(self) -> list[Duplicate]:
         def read(spools: Spools) -> list[Duplicate]:
-            return [Duplicate(*row) for spool in spools for row in spool.duplicates()]
+            return [Duplicate(*row) for row in spools.duplicates()]
 
         return await _here(self.buffer.run(read))
 
@@ -205,11 +207,14 @@ class Core:
         return found and Pending(found[0], [decode_items(body) for body in found[1]])
 
     async def requeue(self, letter: DeadLetter, conversation_id: str) -> None:
+        # Taken here and not in the writer thread, which would wait for a fork that waits for it.
+        own_id = self.buffer.allocate_id()
+
         def write(spools: Spools) -> bool:
             spool, row = _take_letter(spools, letter)
             if spool is None or row is None:
                 return False
-            new_id = self.buffer.allocate_id() if spool is spools.own else spool.books.next_id
+            new_id = own_id if spool is spools.own else spool.books.next_id
             spool.requeue(row._replace(conversation=conversation_id), new_id)
             spool.note_lane(conversation_id, sealed=False)
             return True
@@ -252,17 +257,15 @@ class Core:
 
     async def leave(self, flush_timeout: float | None) -> None:
         """A handle goes; the last one flushes and closes everything."""
-        with _lock:
-            self.handles -= 1
-            last = self.handles == 0
         try:
             await self.flush(flush_timeout, "acknowledged")
         finally:
+            with _lock:
+                # Counted only now: of several that leave at once, the last one to have flushed closes.
+                self.handles -= 1
+                last = self.handles == 0 and _forget(self)
             if last:
-                with _lock:
-                    last = self.handles == 0 and _forget(self)
-                if last:
-                    await asyncio.shield(asyncio.get_running_loop().create_task(self._shut()))
+                await asyncio.shield(asyncio.get_running_loop().create_task(self._shut()))
 
     async def _shut(self) -> None:
         await self._sending.stop()
@@ -281,7 +284,8 @@ class Core:
         if pending:
             kept = "lost with this process" if self.settings.buffer_dir is None else f"kept in {self.where}"
             cure = "" if self.settings.buffer_dir is None else "; opening the log again sends them"
-            logger.warning("memlog: %d item(s) for %s are unsent and %s%s", pending, self.settings.url, kept, cure)
+            site = self.settings.url.partition("?")[0]  # a query may hold a secret
+            logger.warning("memlog: %d item(s) for %s are unsent and %s%s", pending, site, kept, cure)
 
 
 class Sending:
@@ -377,6 +381,7 @@ _lock = threading.RLock()
 
 
 def join(settings: Settings) -> Core:
+    settings.make_client()  # raises here, in the caller's face, what is wrong with URL and credentials
     with _lock:
         if settings.buffer_dir is None:
             core = Core(settings)

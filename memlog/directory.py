@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import json
 import logging
 import re
@@ -62,8 +63,12 @@ def prepare_directory(buffer_dir: Path, site: Path, url: str, user: str | None) 
     parts = urlsplit(url)
     label = {"url": parts._replace(query="", fragment="").geturl(), "user": user}
     note = site / "site.json"
-    if not note.exists():
-        note.write_text(json.dumps(label), "utf-8")
+    try:
+        system.make_private_file(note)
+        if not note.stat().st_size:
+            note.write_text(json.dumps(label), "utf-8")
+    except OSError as error:
+        raise BufferUnusableError(str(note), error.strerror or str(error)) from error
     _warn_about_other_sites(buffer_dir, site)
     volatile = system.why_not_durable(buffer_dir)
     if volatile is not None:
@@ -76,10 +81,13 @@ def _warn_about_other_sites(buffer_dir: Path, site: Path) -> None:
             continue
         waiting = 0
         for path in note.parent.glob("*.db"):
-            lock = _lock_of(path)
-            if lock is not None:  # free: nobody is sending it
-                waiting += count_pending(path)
-                lock.release()
+            pending = count_pending(path)
+            # Counted before it is asked who holds it: whoever starts there now must not find it taken for long.
+            with contextlib.suppress(OSError):
+                lock = _lock_of(path) if pending else None
+                if lock is not None:  # free: nobody is sending it
+                    lock.release()
+                    waiting += pending
         if waiting:
             with contextlib.suppress(OSError, ValueError):
                 label = json.loads(note.read_text("utf-8"))
@@ -101,27 +109,30 @@ def open_spools(directory: Path | None) -> Spools:
     """Take the spools that are free; a new one if none is. None is a buffer in memory."""
     if directory is None:
         return Spools(Spool.open(None, None), [])
-    own: Spool | None = None
-    adopted: list[Spool] = []
-    try:
-        for path in sorted(directory.glob("*.db")):  # the name starts with the time of making
-            spool = _take(path)
-            if spool is None:
-                continue
+    with contextlib.ExitStack() as undo:  # what was taken is free again if the rest fails
+        own: Spool | None = None
+        adopted: list[Spool] = []
+        try:
+            for path in sorted(directory.glob("*.db")):  # the name starts with the time of making
+                spool = _take(path)
+                if spool is None:
+                    continue
+                if own is not None and not spool.holds_something:
+                    spool.close()
+                    continue
+                undo.callback(spool.close)
+                if own is None:
+                    own = spool
+                else:
+                    adopted.append(spool)
+                    logger.info("memlog: adopted %s with %d item(s) to send", path, spool.books.pending_items)
             if own is None:
-                own = spool
-            elif spool.books.pending_batches:
-                adopted.append(spool)
-                logger.info("memlog: adopted %s with %d item(s) to send", path, spool.books.pending_items)
-            else:
-                spool.close()
-        if own is None:
-            name = f"{time.time_ns() // 1000:016x}-{secrets.token_hex(4)}"
-            path = directory / f"{name}.db"
-            own = Spool.open(path, _lock_of(path))
-    except OSError as error:
-        raise BufferUnusableError(str(directory), error.strerror or str(error)) from error
-    return Spools(own, adopted)
+                path = directory / f"{time.time_ns() // 1000:016x}-{secrets.token_hex(4)}.db"
+                own = _open(path, _lock_of(path))
+        except OSError as error:
+            raise BufferUnusableError(str(directory), error.strerror or str(error)) from error
+        undo.pop_all()
+        return Spools(own, adopted)
 
 
 def _take(path: Path) -> Spool | None:
@@ -129,11 +140,19 @@ def _take(path: Path) -> Spool | None:
     if lock is None:
         return None  # its owner lives
     try:
-        return Spool.open(path, lock)
+        return _open(path, lock)
     except BufferUnusableError as error:
-        lock.release()
         logger.warning("memlog: %s; it is left alone, and new items go to another file", error)
         return None
+
+
+def _open(path: Path, lock: system.KernelLock | None) -> Spool:
+    try:
+        return Spool.open(path, lock)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
 class Spools:
@@ -143,6 +162,7 @@ class Spools:
         self.own = own
         self.adopted = adopted
         self._released = Books()
+        self._released_duplicates: list[tuple[str, int, int]] = []
 
     def __iter__(self) -> Iterator[Spool]:
         yield self.own
@@ -154,12 +174,17 @@ class Spools:
         return sum((spool.books for spool in self), self._released)
 
     def release_drained(self) -> None:
-        """Let other processes have the adopted spools that hold nothing to send any more."""
+        """Let other processes have the adopted spools that hold nothing to send, or to decide about, any more."""
         for spool in self.adopted[:]:
-            if spool.books.pending_batches == 0:
+            if not spool.holds_something:
                 self.adopted.remove(spool)
                 self._released += spool.books
+                self._released_duplicates += spool.duplicates()
                 spool.close()
+
+    def duplicates(self) -> list[tuple[str, int, int]]:
+        """The ranges that are second copies, those found by spools given back included."""
+        return sorted({*self._released_duplicates, *(found for spool in self for found in spool.duplicates())})
 
     # --- all of them as one ------------------------------------------------------------------------------------------
 
@@ -204,7 +229,8 @@ class Spools:
         """
         if any(spool.acknowledged_past(conversation, position) for spool in self):
             return None
-        rows = sorted((row for spool in self for row in spool.pending(conversation)), key=lambda row: row.stored_at)
+        # Merged and not sorted: a clock that was set back must not change the order within a spool.
+        rows = heapq.merge(*(spool.pending(conversation) for spool in self), key=lambda row: row.stored_at)
         return self.next_seq(conversation), [row.body for row in rows]
 
     def marks(self) -> dict[str, int]:

@@ -173,13 +173,16 @@ class _Process:
 
 _process = _Process()
 _parked: list[_Process] = []
+_child_lock = threading.Lock()  # for the first use in a forked child only, so that no fork finds it held
 
 
 def _here() -> _Process:
     global _process  # noqa: PLW0603 - threads belong to a process, and so does this
     if _process.pid != os.getpid():
-        _parked.append(_process)  # never torn down: its loop and sockets are the parent's
-        _process = _Process()
+        with _child_lock:
+            if _process.pid != os.getpid():
+                _parked.append(_process)  # never torn down: its loop and sockets are the parent's
+                _process = _Process()
     return _process
 
 

@@ -20,7 +20,7 @@ from memlog.replay import Pending, Replay
 from memlog.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
     from types import TracebackType
 
     from pydantic import BaseModel
@@ -74,7 +74,7 @@ class Receipt(Accepted):
             self.when_stored(engine.waker(done.set))
             await done.wait()
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, Any, None]:
         return self.stored().__await__()
 
     def __repr__(self) -> str:

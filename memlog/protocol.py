@@ -32,6 +32,7 @@ from memlog.errors import MemlogError, ProtocolError, TimedOutError, TransientEr
 from memlog.refusal import Refusal, spoken, to_error, trimmed
 from memlog.retry import parse_retry_after
 from memlog.sse import EventReader
+from memlog.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -520,13 +521,7 @@ def _listed(value: object) -> list[object]:
 
 @functools.cache
 def _client_info() -> bytes:
-    from importlib import metadata  # noqa: PLC0415 - needed once, by those who speak to a server at all
-
-    try:
-        version = metadata.version("memlog-sdk")
-    except metadata.PackageNotFoundError:
-        version = "0"
-    return payload.dumps({"name": "memlog", "version": version})
+    return payload.dumps({"name": "memlog", "version": VERSION})
 
 
 @functools.cache

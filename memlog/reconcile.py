@@ -7,12 +7,11 @@ one (it landed), or several (it landed more than once). Anything else is somebod
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from memlog.models import Item
 
@@ -30,19 +29,15 @@ def explain(waiting: Sequence[Sequence[dict[str, Any]]], tail: Sequence[Item], s
     """Read ``tail``, the log from ``start`` to its end, as copies of a prefix of ``waiting`` (payloads by batch).
 
     None if that is impossible: somebody else wrote there, and nothing is proved. An empty tail proves that nothing
-    landed. Of several copies the last of the longest counts as the batch, the others as duplicates. Items are compared
-    type by type (1 is neither true nor 1.0), and a batch must carry one time of recording throughout.
+    landed. If there are several ways to read it, earlier copies are as long as can be. Of several copies the last of
+    the longest counts as the batch, the others as duplicates. Items are compared type by type (1 is neither true nor
+    1.0), and a batch must carry one time of recording throughout.
     """
     batches = [[_canonical(payload) for payload in batch] for batch in waiting]
     log = [(_canonical(item.payload), item.recorded_at) for item in tail]
-    copies: list[tuple[int, int, int]] = []  # batches, first index, index past the last
-    position = 0
-    while position < len(log):
-        count, end = _longest_prefix(batches, log, position)
-        if count == 0:
-            return None
-        copies.append((count, position, end))
-        position = end
+    copies = _copies(batches, log)
+    if copies is None:
+        return None
     if not copies:
         return Explanation(0, start, ())
     landed = max(enumerate(copies), key=lambda pair: (pair[1][0], pair[0]))[1]
@@ -50,16 +45,47 @@ def explain(waiting: Sequence[Sequence[dict[str, Any]]], tail: Sequence[Item], s
     return Explanation(landed[0], start + landed[1], others)
 
 
-def _longest_prefix(batches: list[list[str]], log: list[tuple[str, Any]], position: int) -> tuple[int, int]:
-    count = 0
-    for batch in batches:
+def _copies(batches: list[list[object]], log: list[tuple[object, Any]]) -> list[tuple[int, int, int]] | None:
+    """The whole of ``log`` cut into copies: batches, first index, index past the last. None if it cannot be.
+
+    Decided from the end: the longest copy that fits at a place may leave a rest that is none, where batches are alike.
+    """
+    longest: list[tuple[int, int] | None] = [None] * len(log)  # batches and end of the copy that begins there
+    for position in range(len(log) - 1, -1, -1):
+        for count, end in _prefixes(batches, log, position):
+            if end == len(log) or longest[end] is not None:
+                longest[position] = count, end
+    copies = []
+    position = 0
+    while position < len(log):
+        found = longest[position]
+        if found is None:
+            return None
+        copies.append((found[0], position, found[1]))
+        position = found[1]
+    return copies
+
+
+def _prefixes(batches: list[list[object]], log: list[tuple[object, Any]], position: int) -> Iterator[tuple[int, int]]:
+    for count, batch in enumerate(batches, start=1):
         there = log[position : position + len(batch)]
-        if [text for text, _ in there] != batch or len({time for _, time in there}) != 1:
-            break
+        if [item for item, _ in there] != batch or len({time for _, time in there}) != 1:
+            return
         position += len(batch)
-        count += 1
-    return count, position
+        yield count, position
 
 
-def _canonical(payload: dict[str, Any]) -> str:
-    return json.dumps(payload, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+def _canonical(payload: dict[str, Any]) -> object:
+    try:
+        return _typed(payload)
+    except RecursionError:
+        return object()  # deeper than anything of ours, so equal to nothing
+
+
+def _typed(value: Any) -> object:
+    # Neither JSON text nor repr: both fail on a long integer where the program has lowered Python's limit for them.
+    if isinstance(value, dict):
+        return dict, frozenset((key, _typed(child)) for key, child in value.items())
+    if isinstance(value, list):
+        return list, tuple([_typed(child) for child in value])
+    return type(value), value

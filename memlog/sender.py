@@ -64,6 +64,7 @@ _REFUSALS_IN_A_ROW = 3
 _SAME_ANSWERS = 2
 _HELD_AFTER = 3  # a failure or two are a hiccup, not a state
 _READ_BACK_ITEMS = limits.PAGE_ITEMS_MAX
+_SHARED_KEPT = 10_000  # conversations of which it was told already that they have several writers
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +143,7 @@ class Sender:
     _troubled: deque[Lane] = field(default_factory=deque)
     _troubled_in_flight: int = 0
     _refusals: int = 0
+    _shared: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -224,6 +226,8 @@ class Sender:
         return None
 
     def _next_lane(self) -> Lane | None:
+        if self.gate.state != "ok" and self._ready:
+            return self._ready.popleft()  # the better probe: it has no trouble of its own
         # Lanes in trouble use at most half of the requests, so that the others never wait for them.
         if self._troubled and (self._troubled_in_flight < max(1, self.gate.width_max // 2)):
             return self._troubled.popleft()
@@ -245,6 +249,8 @@ class Sender:
             more = await self._step(lane)
         except ClosedError:
             more = False  # the buffer was closed first, by the end of the process
+        except MemlogError as error:
+            self._hold(lane, error)  # its batches cannot be read
         except Exception as error:
             logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)
             self._hold(lane, TransientError(f"a defect: {type(error).__name__}"))
@@ -361,7 +367,11 @@ class Sender:
         tail = await self._tail(lane, start, _READ_BACK_ITEMS)
         found = None if tail is None or len(tail) == _READ_BACK_ITEMS else _explain(rows, tail, start)
         lane.suspect = False
-        if found is None or found.batches == 0:
+        if found is None:
+            reason = "the outcome of a request is unknown, and somebody else appended behind it"
+            self._tell("possible_duplicate", conversation_id=lane.conversation, reason=reason)
+            return False
+        if found.batches == 0:
             return False
         await self._acknowledge(lane, rows, found)
         return True
@@ -378,6 +388,11 @@ class Sender:
         if ack.first_seq == start:
             return _Taken(len(rows), start)
         if ack.first_seq < start:
+            tail = await self._tail(lane, ack.first_seq, ack.last_seq + 1 - ack.first_seq)
+            found = _explain(rows, tail, ack.first_seq) if tail is not None else None
+            if tail is not None and (found is None or found.batches < len(rows)):
+                reason = "the acknowledgement names a range that holds something else"
+                raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
             reason = f"the log was reset: item {start} was expected next, and the server assigned {ack.first_seq}"
             self._tell("log_reset", conversation_id=lane.conversation, reason=reason)
             return _Taken(len(rows), ack.first_seq)
@@ -389,7 +404,11 @@ class Sender:
         if tail is not None and len(tail) < length:
             reason = "the acknowledgement names items that the log does not hold"
             raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
-        self._tell("several_writers", conversation_id=lane.conversation)
+        if lane.conversation not in self._shared:
+            if len(self._shared) >= _SHARED_KEPT:
+                self._shared.clear()
+            self._shared.add(lane.conversation)
+            self._tell("several_writers", conversation_id=lane.conversation)
         return _Taken(len(rows), ack.first_seq)
 
     async def _acknowledge(self, lane: Lane, rows: list[Row], outcome: Explanation | _Taken) -> None:
@@ -453,7 +472,6 @@ class Sender:
                 delay = max(self.policy.delay(self.gate.failures), error.retry_after or 0.0)
                 self._close_gate("waiting", delay, error, str(error))
         elif verdict in (Verdict.FULL, Verdict.INVALID):
-            self._reached(lane)
             assert isinstance(error, PermanentError)  # what classify gives these two verdicts to
             await self._refused(lane, rows, verdict, error)
         else:
@@ -469,14 +487,24 @@ class Sender:
         self._back_off(lane, max(self.policy.delay(lane.failures), error.retry_after or 0.0))
 
     async def _refused(self, lane: Lane, rows: list[Row], verdict: Verdict, error: PermanentError) -> None:
+        refuses_all = verdict is Verdict.INVALID and self._refusals >= _REFUSALS_IN_A_ROW
+        if not refuses_all:
+            self._reached(lane)
         if len(rows) > 1:
             # Somebody in this request is guilty. Too large a body says only that; otherwise one by one, in order.
             too_large = isinstance(error, TooLargeError) and error.what == "batch"
             lane.batches_max = max(1, len(rows) // 2) if too_large else 1
-            return
-        if verdict is Verdict.FULL:
+        elif verdict is Verdict.FULL:
             self.sealed.add(lane.conversation)
-            return
+        elif not refuses_all:
+            await self._suspect(lane, rows, error)
+        if refuses_all:
+            # Nothing more is given up, and the gate stays closed, until some other batch is taken.
+            lane.failures += 1
+            reason = f"the server refused {_REFUSALS_IN_A_ROW} batches in a row and took none in between: {error}"
+            self._close_gate("blocked", self.policy.blocked_delay, error, reason)
+
+    async def _suspect(self, lane: Lane, rows: list[Row], error: PermanentError) -> None:
         row, answer = rows[0], f"{type(error).__name__} {error.status} {error.code}"
         before = lane.answers
         count = before[2] + 1 if before is not None and before[:2] == (row.id, answer) else 1
@@ -484,9 +512,6 @@ class Sender:
         if count < _SAME_ANSWERS:
             lane.failures += 1
             self._back_off(lane, self.policy.delay(lane.failures))
-        elif self._refusals >= _REFUSALS_IN_A_ROW:
-            reason = f"the server refused {_REFUSALS_IN_A_ROW} batches in a row and took none in between: {error}"
-            self._close_gate("blocked", self.policy.blocked_delay, error, reason)
         else:
             self._refusals += 1
             lane.failures, lane.answers = 0, None

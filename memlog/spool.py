@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlog import system
@@ -47,7 +47,8 @@ CREATE TABLE pending (
 );
 CREATE INDEX pending_by_lane ON pending (conversation, id);
 CREATE TABLE acknowledged (
-    id INTEGER PRIMARY KEY,
+    turn INTEGER PRIMARY KEY,
+    id INTEGER NOT NULL UNIQUE,
     conversation TEXT NOT NULL,
     first_seq INTEGER NOT NULL,
     last_seq INTEGER NOT NULL
@@ -155,10 +156,11 @@ class Spool:
         self.path = path
         self.name = name
         self.books = Books()
+        self._books_before = Books()
         self.opened_at = 1  # the id of the first batch that was not there when it was opened
         self._lock = lock
         self._db = db
-        self._acknowledged_since_trim = 0
+        self._acknowledged_since_trim = ACKNOWLEDGED_KEPT  # processes may be short, so the first one in each trims
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,7 @@ class Spool:
             name = db.execute("SELECT value FROM meta WHERE key = 'name'").fetchone()[0]
             spool = cls(path, lock, db, name)
             spool.books = spool._read_books()
+            spool._books_before = replace(spool.books)
             spool.opened_at = spool.books.next_id
         except _NotOursError as error:
             db.close()
@@ -207,6 +210,7 @@ class Spool:
         """Start a transaction; a no-op inside one."""
         if not self._db.in_transaction:
             self._db.execute("BEGIN IMMEDIATE")
+            self._books_before = replace(self.books)
 
     def commit(self) -> None:
         """Make everything since :meth:`begin` durable, books included; a no-op outside a transaction."""
@@ -215,12 +219,14 @@ class Spool:
             values = [getattr(self.books, name) for name in _BOOK_COLUMNS]
             self._db.execute(f"UPDATE books SET {columns}", values)  # noqa: S608 - column names of our own
             self._db.execute("COMMIT")
+            self._books_before = replace(self.books)
 
     def rollback(self) -> None:
         """Undo everything since :meth:`begin`."""
+        # Not read again: a disk that failed a commit may fail that, too, and the books would be wrong from then on.
+        self.books = replace(self._books_before)
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        self.books = self._read_books()
 
     def tidy(self) -> None:
         """Give space back to the file system; for idle moments."""
@@ -229,6 +235,11 @@ class Spool:
 
     def _read_books(self) -> Books:
         return Books(*self._db.execute(f"SELECT {', '.join(_BOOK_COLUMNS)} FROM books").fetchone())  # noqa: S608 - as above
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether there is something to send, or a dead letter to decide about."""
+        return self.books.pending_batches > 0 or self.books.refused_batches > 0
 
     # --- writing, inside a transaction -----------------------------------------------------------------------------
 
@@ -261,10 +272,9 @@ class Spool:
         self._acknowledged_since_trim += len(rows)
         if self._acknowledged_since_trim > ACKNOWLEDGED_KEPT // 10:
             self._acknowledged_since_trim = 0
-            self._db.execute(
-                "DELETE FROM acknowledged WHERE id <= (SELECT id FROM acknowledged ORDER BY id DESC LIMIT 1 OFFSET ?)",
-                (ACKNOWLEDGED_KEPT,),
-            )
+            # By their turn and not by id: one that waited for long has a low id, and somebody who waits for it.
+            query = "DELETE FROM acknowledged WHERE turn <= (SELECT max(turn) FROM acknowledged) - ?"
+            self._db.execute(query, (ACKNOWLEDGED_KEPT,))
 
     def refuse(self, rows: Sequence[Row], error: dict[str, Any]) -> None:
         """Move ``rows`` to the dead letters, with the reason."""

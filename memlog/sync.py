@@ -11,14 +11,18 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from memlog import engine
+from memlog.buffer import BufferLimits
 from memlog.log import open_log as _open_log
+from memlog.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    import os
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from pydantic import BaseModel
 
+    from memlog.events import Event
     from memlog.log import Conversation, MemoryLog, Receipt
     from memlog.models import Ack, Item
     from memlog.replay import Replay
@@ -27,9 +31,34 @@ if TYPE_CHECKING:
 __all__ = ["SyncConversation", "SyncMemoryLog", "SyncReceipt", "SyncReplay", "open_log"]
 
 
-def open_log(url: str | None = None, **settings: Any) -> SyncMemoryLog:
+def open_log(
+    url: str | None = None,
+    *,
+    auth: Any = None,
+    buffer_dir: str | os.PathLike[str] | None = None,
+    flush_timeout: float | None = 5.0,
+    timeout: float = 30.0,
+    retry: RetryPolicy = RetryPolicy(),
+    limits: BufferLimits = BufferLimits(),
+    stamp: bool = False,
+    on_event: Callable[[Event], object] | None = None,
+    allow_insecure: bool = False,
+    transport: Any = None,
+) -> SyncMemoryLog:
     """:func:`memlog.open_log` with the blocking face; the same settings, errors and environment."""
-    return _open_log(url, **settings).sync
+    return _open_log(
+        url,
+        auth=auth,
+        buffer_dir=buffer_dir,
+        flush_timeout=flush_timeout,
+        timeout=timeout,
+        retry=retry,
+        limits=limits,
+        stamp=stamp,
+        on_event=on_event,
+        allow_insecure=allow_insecure,
+        transport=transport,
+    ).sync
 
 
 class SyncReceipt:

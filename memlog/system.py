@@ -7,6 +7,7 @@ not the import.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +38,17 @@ class KernelLock:
 
     def release(self) -> None:
         """Give the lock up. The file stays, so that waiters and newcomers agree on the inode."""
-        os.close(self.descriptor)
+        # Once only: the number of a closed descriptor soon belongs to somebody else.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def forget(self) -> None:
         """In a forked child: drop the inherited copy, which leaves the parent's lock as it was.
 
         Unlocking would free the parent's lock, and keeping the copy would outlive the parent with it.
         """
-        os.close(self.descriptor)
+        self.release()
 
 
 def try_lock(path: Path) -> KernelLock | None:
@@ -90,7 +94,8 @@ def make_private_file(path: Path) -> None:
 
 def why_not_writable(path: Path) -> str | None:
     """Why no file can be made in the directory ``path``, or None. Tries it: permission bits alone do not tell."""
-    probe = path / f".probe-{os.getpid()}"
+    # Random and not the pid: containers that share a directory all run as process 1.
+    probe = path / f".probe-{secrets.token_hex(8)}"
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return "it is not a directory"
