@@ -272,9 +272,8 @@ class Buffer:
 
     def _after_fork_in_child(self) -> None:
         if self._writer is not None:
-            # Closing an inherited connection would take the parent's locks and files with it: keep it for ever.
-            _parked.extend(spool.abandon() for spool in self._writer.spools)
-            _parked.append(self._writer)
+            # Closing an inherited connection would take the parent's locks and files with it.
+            system.park(self._writer, *[spool.abandon() for spool in self._writer.spools])
         self._reset()
 
 
@@ -446,7 +445,6 @@ def _rows_of(entry: Accepted) -> Iterator[NewRow]:
 
 
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
-_parked: list[object] = []
 _hooked = False
 
 

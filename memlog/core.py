@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memlog import engine
+from memlog import engine, system
 from memlog.buffer import Buffer, BufferLimits
 from memlog.client import Client
 from memlog.directory import prepare_directory, site_directory
@@ -29,6 +29,7 @@ from memlog.errors import (
     MemoryUnavailableError,
     PermanentError,
     RateLimitedError,
+    ResponseTooLargeError,
     TransientError,
     from_record,
 )
@@ -115,6 +116,7 @@ class Core:
         if self._sending.pid != os.getpid():
             with _child_lock:
                 if self._sending.pid != os.getpid():
+                    system.park(self._sending)
                     self._sending = Sending(self)
         self._sending.start()
         return self._sending
@@ -147,6 +149,8 @@ class Core:
         while True:
             try:
                 return await call(client)
+            except ResponseTooLargeError:
+                raise  # the one failure that whoever asked can cure, by asking for less
             except TransientError as error:
                 raise _unavailable(error) from error
             except RateLimitedError as error:
@@ -183,6 +187,9 @@ class Core:
                     if complete or sender.gate.state == "blocked" or (sender.gate.state == "waiting" and hopeless):
                         break
                     await news.wait()
+        if not complete:
+            # The time was too short to ask; nothing unstored, looked at first, and nothing pending answer it as well.
+            complete = self.buffer.unstored_bytes == 0 and self.buffer.books.pending_items == 0
         state, reason = sender.state
         return FlushReport(
             complete=complete,
@@ -275,6 +282,8 @@ class Core:
 
     def exit(self) -> None:
         """The process ends: store what was accepted, within bounds, and say what is unsent."""
+        if self._sending.pid != os.getpid():
+            system.park(self._sending)
         done = self.buffer.close(_EXIT_SECONDS)
         self._warn_unsent(self.buffer.books.pending_items, stored=done)
 
@@ -359,7 +368,9 @@ class Sending:
             if isinstance(found, dict):
                 raise from_record(found)
             await event.wait()
-        raise ClosedError("the log was closed before the batch was acknowledged; it is on disk")
+        raise ClosedError(
+            "the log is closed; a batch that was not acknowledged is on disk and goes out when it is opened again"
+        )
 
     async def stop(self) -> None:
         self._stopped = True

@@ -255,5 +255,7 @@ class Spools:
             raise ClosedError("the batch is in another process's buffer, or its buffer was drained and given back")
         found = spool.outcome(row_id)
         if found is None and not spool.is_pending(row_id):
-            raise MemlogError("the outcome of this batch is no longer kept: it was settled long ago")
+            raise MemlogError(
+                "the outcome of this batch is no longer kept: it was settled long ago, or requeued or dropped as a dead letter"
+            )
         return found

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import sniffio
 
+from memlog import system
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from concurrent.futures import Future
@@ -82,9 +84,12 @@ class Engine:
             self.loop.run_forever()
         finally:
             with contextlib.suppress(Exception):
-                for task in asyncio.all_tasks(self.loop):
+                tasks = asyncio.all_tasks(self.loop)
+                for task in tasks:
                     task.cancel()
-                self.loop.run_until_complete(asyncio.sleep(0))
+                if tasks:
+                    # To their ends, or the interpreter complains about each of them.
+                    self.loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_SECONDS / 2))
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
@@ -172,7 +177,6 @@ class _Process:
 
 
 _process = _Process()
-_parked: list[_Process] = []
 _child_lock = threading.Lock()  # for the first use in a forked child only, so that no fork finds it held
 
 
@@ -181,7 +185,7 @@ def _here() -> _Process:
     if _process.pid != os.getpid():
         with _child_lock:
             if _process.pid != os.getpid():
-                _parked.append(_process)  # never torn down: its loop and sockets are the parent's
+                system.park(_process)  # its loop and sockets are the parent's
                 _process = _Process()
     return _process
 

@@ -13,7 +13,7 @@ import anyio
 
 from memlog import core, engine
 from memlog.buffer import Accepted, BufferLimits
-from memlog.errors import ClosedError, ConversationFullError
+from memlog.errors import ClosedError, ConversationFullError, ResponseTooLargeError
 from memlog.limits import CONVERSATION_ITEMS_MAX
 from memlog.payload import Batch, check_conversation_id, encode, encode_batch, encode_batches
 from memlog.replay import Pending, Replay
@@ -134,9 +134,14 @@ class Conversation:
         Raises as :class:`Replay`; ValueError for another ``limit``.
         """
         self._log.refuse_closed()
-        items = await self._core.read(lambda client: client.recall_memory(self.id, limit))
-        end = items[-1].seq + 1 if items and items[-1].seq is not None else 0
-        return [*items, *[item async for item in self.replay(end, include_pending=include_pending)]][-limit:]
+        try:
+            items = await self._core.read(lambda client: client.recall_memory(self.id, limit))
+            start = _end_of(items)
+        except ResponseTooLargeError:
+            # The newest one says where the log ends; the pages of a replay get as small as they have to.
+            newest = await self._core.read(lambda client: client.recall_memory(self.id, 1))
+            items, start = [], max(0, _end_of(newest) - limit)
+        return [*items, *[item async for item in self.replay(start, include_pending=include_pending)]][-limit:]
 
     async def _page(self, offset: int, size: int) -> list[Item]:
         return await self._core.read(lambda client: client.replay_memory(self.id, offset, size))
@@ -314,6 +319,10 @@ def open_log(
         transport=transport,
     )
     return MemoryLog(core.join(settings), flush_timeout)
+
+
+def _end_of(items: list[Item]) -> int:
+    return items[-1].seq + 1 if items and items[-1].seq is not None else 0
 
 
 def _directory(buffer_dir: str | os.PathLike[str] | None) -> Path | None:

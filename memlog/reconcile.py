@@ -7,8 +7,7 @@ one (it landed), or several (it landed more than once). Anything else is somebod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from memlog.models import Item
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """``batches`` leading batches landed, the first item at ``first_seq``; ``duplicates``: ranges of further copies."""
 
     batches: int

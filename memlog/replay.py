@@ -7,8 +7,7 @@ nothing, and iterating again goes on where it stopped. The end is a page shorter
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from memlog import limits
 from memlog.errors import ResponseTooLargeError
@@ -106,8 +105,7 @@ class _Pages(Generic[T]):
             return bool(page)
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """What waits to be sent to a conversation: payloads by batch, and ``start``, where the first item should land.
 
     ``start`` is None if nothing of it was ever sent.
@@ -125,7 +123,8 @@ class Replay(_Pages[Item]):
     items. Waiting for a page is the only await: cancelled there, the same object goes on from ``next_offset``.
 
     Raises, from a :class:`~memlog.MemoryLog`: MemoryUnavailableError if the server cannot be read (which is not an end
-    of the log), AuthenticationError, SequenceError if the server's numbering contradicts the contract.
+    of the log), AuthenticationError, SequenceError if the server's numbering contradicts the contract,
+    ResponseTooLargeError if a single item is more than an answer may hold (smaller pages are tried before).
     """
 
     def __init__(

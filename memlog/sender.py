@@ -22,7 +22,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from memlog import limits
 from memlog.errors import (
@@ -67,7 +67,7 @@ _READ_BACK_ITEMS = limits.PAGE_ITEMS_MAX
 _SHARED_KEPT = 10_000  # conversations of which it was told already that they have several writers
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Lane:
     """What is known of one conversation while it has something to send."""
 
@@ -83,7 +83,7 @@ class Lane:
     state: Literal["idle", "ready", "busy", "busy_and_woken", "waiting"] = "ready"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Gate:
     """The site: open, or closed until a moment of the monotonic clock, after which one request probes."""
 
@@ -115,7 +115,7 @@ class Gate:
         return changed
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Traffic:
     """Counters since the log was opened in this process."""
 
@@ -125,7 +125,7 @@ class Traffic:
     duplicate_items: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Sender:
     """``tell`` gets every event, ``resolved`` the ids of batches whose outcome became known: both in its loop."""
 
@@ -144,6 +144,7 @@ class Sender:
     _troubled_in_flight: int = 0
     _refusals: int = 0
     _shared: set[str] = field(default_factory=set)
+    _defects: set[type[Exception]] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -252,7 +253,9 @@ class Sender:
         except MemlogError as error:
             self._hold(lane, error)  # its batches cannot be read
         except Exception as error:
-            logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)
+            if type(error) not in self._defects:  # once a kind, however many lanes meet it how often
+                self._defects.add(type(error))
+                logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)
             self._hold(lane, TransientError(f"a defect: {type(error).__name__}"))
         finally:
             self.in_flight -= 1
@@ -387,24 +390,23 @@ class Sender:
         """Hold an acknowledgement against what was expected: gapless numbering tells what happened in between."""
         if ack.first_seq == start:
             return _Taken(len(rows), start)
-        if ack.first_seq < start:
-            tail = await self._tail(lane, ack.first_seq, ack.last_seq + 1 - ack.first_seq)
-            found = _explain(rows, tail, ack.first_seq) if tail is not None else None
-            if tail is not None and (found is None or found.batches < len(rows)):
-                reason = "the acknowledgement names a range that holds something else"
-                raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
+        items = ack.last_seq + 1 - ack.first_seq
+        gap = ack.first_seq - start
+        if 0 < gap <= _READ_BACK_ITEMS - items:
+            tail = await self._tail(lane, start, gap + items)
+            found = _explain(rows, tail, start) if tail is not None else None
+            if found is not None and found.batches == len(rows):
+                return found
+            named = tail and tail[gap:]
+        else:
+            named = await self._tail(lane, ack.first_seq, items)
+        if named is not None and not _holds(named, rows, ack.first_seq):
+            reason = "the acknowledgement names a range that does not hold what was sent"
+            raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
+        if gap < 0:
             reason = f"the log was reset: item {start} was expected next, and the server assigned {ack.first_seq}"
             self._tell("log_reset", conversation_id=lane.conversation, reason=reason)
-            return _Taken(len(rows), ack.first_seq)
-        length = ack.last_seq + 1 - start
-        tail = await self._tail(lane, start, length) if length <= _READ_BACK_ITEMS else None
-        found = _explain(rows, tail, start) if tail is not None else None
-        if found is not None and found.batches == len(rows):
-            return found
-        if tail is not None and len(tail) < length:
-            reason = "the acknowledgement names items that the log does not hold"
-            raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
-        if lane.conversation not in self._shared:
+        elif lane.conversation not in self._shared:
             if len(self._shared) >= _SHARED_KEPT:
                 self._shared.clear()
             self._shared.add(lane.conversation)
@@ -589,8 +591,7 @@ class Sender:
         self._changed = asyncio.Event()
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """An acknowledgement that says all there is to say."""
 
     batches: int
@@ -600,6 +601,11 @@ class _Taken:
 
 def _explain(rows: list[Row], tail: list[Item], start: int) -> Explanation | None:
     return explain([decode_items(row.body) for row in rows], tail, start)
+
+
+def _holds(named: list[Item], rows: list[Row], start: int) -> bool:
+    found = _explain(rows, named, start)
+    return found is not None and found.batches == len(rows)
 
 
 async def _await(future: Future[T]) -> T:

@@ -138,8 +138,7 @@ class Row:
     body: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneFacts:
+class LaneFacts(NamedTuple):
     """What the held spools know of a conversation on the server."""
 
     next_seq: int | None
@@ -261,14 +260,16 @@ class Spool:
 
     def acknowledge(self, rows: Sequence[Row], first_seq: int) -> None:
         """Move ``rows``, sent in this order in one request, to ``acknowledged``; ``first_seq`` is the first item's."""
-        for row in self._take_pending(rows):
-            self._db.execute(
-                "INSERT INTO acknowledged (id, conversation, first_seq, last_seq) VALUES (?, ?, ?, ?)",
-                (row.id, row.conversation, first_seq, first_seq + row.items - 1),
-            )
+        taken = {row.id for row in self._take_pending(rows)}
+        for row in rows:
+            if row.id in taken:
+                self._db.execute(
+                    "INSERT INTO acknowledged (id, conversation, first_seq, last_seq) VALUES (?, ?, ?, ?)",
+                    (row.id, row.conversation, first_seq, first_seq + row.items - 1),
+                )
+                self.books.acknowledged_batches += 1
+                self.books.acknowledged_items += row.items
             first_seq += row.items
-            self.books.acknowledged_batches += 1
-            self.books.acknowledged_items += row.items
         self._acknowledged_since_trim += len(rows)
         if self._acknowledged_since_trim > ACKNOWLEDGED_KEPT // 10:
             self._acknowledged_since_trim = 0

@@ -6,6 +6,8 @@ not the import.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import secrets
 import stat
@@ -127,6 +129,26 @@ def _file_system(path: Path) -> str | None:
         if resolved.is_relative_to(mount) and len(mount.parts) >= depth:  # the last mount on a place is the one seen
             depth, kind = len(mount.parts), right.split()[0]
     return kind
+
+
+_parked: list[object] = []
+
+
+def park(*inherited: object) -> None:
+    """Keep what a forked child inherited and must neither use nor close, until the process is gone.
+
+    Not even the interpreter's end may free it: that closes databases and complains about tasks, which are the parent's.
+    """
+    if not _parked:
+        atexit.register(_keep_parked)
+    _parked.extend(inherited)
+
+
+def _keep_parked() -> None:
+    with contextlib.suppress(ImportError, AttributeError):  # a Python without it frees them, which mostly goes well
+        import ctypes  # noqa: PLC0415 - for forked children only, and late
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_parked))
 
 
 def at_fork(*, before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:

@@ -254,14 +254,18 @@ class Transport:
                 answer = Answer(await self._send(lane, request), bytes_max=self._answer_bytes_max)
                 yield answer
             finally:
-                if answer is not None:
-                    await answer.aclose()
-                if lane is not self._given:
-                    if answer is not None and answer.exhausted and not self._closed:
-                        self._free[request.url.scheme].append(lane)
-                    else:
-                        with anyio.CancelScope(shield=True), suppress(Exception):
-                            await lane.aclose()
+                whole = False
+                try:
+                    if answer is not None:
+                        await answer.aclose()
+                        whole = answer.exhausted
+                finally:  # also when closing the answer was what was cancelled
+                    if lane is not self._given:
+                        if whole and not self._closed:
+                            self._free[request.url.scheme].append(lane)
+                        else:
+                            with anyio.CancelScope(shield=True), suppress(Exception):
+                                await lane.aclose()
 
     async def _lane(self, scheme: str, stack: AsyncExitStack) -> httpx.AsyncBaseTransport:
         if self._given is not None:
