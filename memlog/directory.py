@@ -56,6 +56,8 @@ def prepare_directory(buffer_dir: Path, site: Path, url: str, user: str | None) 
         system.make_private_directory(buffer_dir)
         system.make_private_directory(site)
         reason = system.why_not_writable(site)
+    except (FileExistsError, NotADirectoryError):
+        reason = "it is not a directory"
     except OSError as error:
         reason = error.strerror or str(error)
     if reason is not None:
@@ -256,6 +258,6 @@ class Spools:
         found = spool.outcome(row_id)
         if found is None and not spool.is_pending(row_id):
             raise MemlogError(
-                "the outcome of this batch is no longer kept: it was settled long ago, or requeued or dropped as a dead letter"
+                "the outcome of this batch is no longer kept: it was settled long ago, requeued, or dropped"
             )
         return found

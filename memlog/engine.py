@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
+import inspect
 import logging
 import os
 import queue
@@ -84,12 +85,7 @@ class Engine:
             self.loop.run_forever()
         finally:
             with contextlib.suppress(Exception):
-                tasks = asyncio.all_tasks(self.loop)
-                for task in tasks:
-                    task.cancel()
-                if tasks:
-                    # To their ends, or the interpreter complains about each of them.
-                    self.loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_SECONDS / 2))
+                self.loop.run_until_complete(_end_tasks())
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
@@ -127,6 +123,18 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout)
+
+
+async def _end_tasks() -> None:
+    """Cancel what runs in this loop and see it end, or the interpreter complains about each of them."""
+    await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        # Not one that has not begun: a task group's would leave its coroutine unawaited, and the group cancels it.
+        if inspect.getcoroutinestate(task.get_coro()) != inspect.CORO_CREATED:  # type: ignore[arg-type] - they all are
+            task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_STOP_SECONDS / 2)
 
 
 async def _as_coroutine(function: Callable[..., Awaitable[T]], args: Any, options: Any) -> T:

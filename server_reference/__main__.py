@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sites = dict(options.site or [("demo", "demo")])
     team_tokens = {token: user for user, token in options.team_token}
     loopback = options.host in ("127.0.0.1", "::1", "localhost")
+    if options.no_auth and not loopback:
+        return _complain(f"--no-auth on {options.host} would open the memory to everybody: only on this machine")
     try:
         app = create_app(
             db=options.db,
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             allow_faults=options.allow_faults,
             # Bound to this machine only, it must not answer a page that had its name resolved to this machine.
             hosts=("127.0.0.1", "::1", "localhost") if loopback else None,
+            no_auth=options.no_auth,
+            conformance_tools=options.conformance_tools,
         )
         listening = _listen(options.host, options.port)
     except (ValueError, StoreUnusableError) as error:
@@ -177,6 +181,16 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", metavar="N", type=float, help="tool calls allowed a second and site; more get HTTP 429 (default: any)"
     )
     add("--allow-faults", action="store_true", help="serve /faults, where misbehaviour can be ordered, see below")
+    add(
+        "--no-auth",
+        action="store_true",
+        help="take a caller without credentials for the first site; only with a --host of this machine",
+    )
+    add(
+        "--conformance-tools",
+        action="store_true",
+        help="serve the tools that the protocol's public conformance suite asks for too",
+    )
     return parser
 
 

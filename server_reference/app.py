@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from .auth import Authenticator, Identity, RateLimit
+from .conformance import CONFORMANCE_TOOLS
 from .faults import Fault, Faults
 from .protocol import (
     INTERNAL_ERROR,
@@ -28,6 +29,7 @@ from .protocol import (
     METHOD_NOT_FOUND,
     RejectedError,
     Request,
+    check_mirrored,
     discovery,
     error_body,
     handshake,
@@ -37,12 +39,12 @@ from .protocol import (
 )
 from .store import Store
 from .team import Team
-from .tools import TOOLS, Result, ToolBox, append_answer
+from .tools import TOOLS, Result, Tool, ToolBox, append_answer
 from .verbatim import NotJsonError, loads, quote
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -67,6 +69,8 @@ def create_app(
     rate: float | None = None,
     allow_faults: bool = False,
     hosts: Collection[str] | None = None,
+    no_auth: bool = False,
+    conformance_tools: bool = False,
     conversation_items_max: int = 100_000,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
@@ -85,6 +89,8 @@ def create_app(
         rate: tool calls a second and site; None for no limit.
         allow_faults: serve ``/faults``.
         hosts: host names a request may be addressed to (a port is not looked at); None for any.
+        no_auth: take who gives no credentials for the first site. Only for a server that nobody else can reach.
+        conformance_tools: serve the tools of :mod:`.conformance` too.
         conversation_items_max: a lower cap than the contract's 100,000.
         clock: seconds, for the rate limit.
 
@@ -92,15 +98,16 @@ def create_app(
         ValueError: a setting or the records file is not valid.
         StoreUnusableError: the database cannot be used.
     """
-    authenticator = Authenticator({"demo": "demo"} if sites is None else sites, read_tokens, team_tokens)
+    known_sites = {"demo": "demo"} if sites is None else sites
+    authenticator = Authenticator(known_sites, read_tokens, team_tokens, no_auth=no_auth)
     limit = RateLimit(rate, clock)
     team = Team(records)
     store = Store(db, conversation_items_max=conversation_items_max)
     faults, counters = Faults(), Counters()
+    tools = {**TOOLS, **CONFORMANCE_TOOLS} if conformance_tools else TOOLS
 
-    mcp = _Endpoint(
-        authenticator, hosts, _Mcp(ToolBox(store, team), limit, faults, counters).answer, ("POST", "DELETE")
-    )
+    protocol = _Mcp(ToolBox(store, team), tools, limit, faults, counters)
+    mcp = _Endpoint(authenticator, hosts, protocol.answer, ("POST", "DELETE"))
     # Both spellings are served: a redirect would cost some clients their body or their credentials.
     routes = [Route("/mcp", endpoint=mcp), Route("/mcp/", endpoint=mcp)]
     if allow_faults:
@@ -245,8 +252,12 @@ class _Endpoint:
 class _Mcp:
     """Answers one message of the protocol."""
 
-    def __init__(self, tools: ToolBox, limit: RateLimit, faults: Faults, counters: Counters) -> None:
+    def __init__(
+        self, box: ToolBox, tools: Mapping[str, Tool], limit: RateLimit, faults: Faults, counters: Counters
+    ) -> None:
+        self._box = box
         self._tools = tools
+        self._listing = _listing(tools.values())
         self._limit = limit
         self._faults = faults
         self._counters = counters
@@ -277,7 +288,7 @@ class _Mcp:
             message = "no such session, initialize again"
             return _Answer(404, error_body(request.id, http_error_code(404), message))
         if request.method == "tools/call":
-            return await self._tool_call(request, call.identity)
+            return await self._tool_call(request, call)
 
         async def handled() -> _Answer:
             return self._handle(request, call)
@@ -287,7 +298,7 @@ class _Mcp:
     def _handle(self, request: Request, call: _Call) -> _Answer:
         if request.method == "tools/list":
             more = ',"ttlMs":0,"cacheScope":"private"' if request.modern else ""
-            return _Answer(200, result_body(request, f'"tools":{_TOOLS_LIST}{more}'))
+            return _Answer(200, result_body(request, f'"tools":{self._listing}{more}'))
         if request.method == "server/discover" and request.modern:
             return _Answer(200, result_body(request, discovery()))
         if request.method == "ping" and not request.modern:
@@ -300,13 +311,14 @@ class _Mcp:
             return _Answer(200, result_body(request, handshake(request.params)), headers={"mcp-session-id": session})
         raise request.refusal(METHOD_NOT_FOUND, "no such method")
 
-    async def _tool_call(self, request: Request, identity: Identity) -> _Answer:
-        name, arguments = request.params.get("name"), request.params.get("arguments", {})
-        tool = TOOLS.get(name) if isinstance(name, str) else None
+    async def _tool_call(self, request: Request, call: _Call) -> _Answer:
+        name, arguments, identity = request.params.get("name"), request.params.get("arguments", {}), call.identity
+        tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
             raise request.refusal(INVALID_PARAMS, "no such tool")
         if not isinstance(arguments, dict):
             raise request.refusal(INVALID_PARAMS, "arguments must be an object")
+        check_mirrored(request, tool.input_schema, arguments, call.headers, call.repeated)
         self._counters.calls[tool.name] += 1
         if identity.site is not None and (wait := self._limit.retry_after(identity.site)) is not None:
             message, data = "too many calls for this site", f'{{"retry_after":{wait}}}'
@@ -316,7 +328,7 @@ class _Mcp:
 
         async def carried_out() -> _Answer:
             try:
-                result = await self._tools.call(tool, arguments, identity)
+                result = await self._box.call(tool, arguments, identity)
             except Exception:
                 log.exception("a call of a tool failed")
                 raise request.refusal(INTERNAL_ERROR, "the server could not carry out the call") from None
@@ -424,11 +436,10 @@ async def _drop(receive: Receive, *, flush: bool = False) -> None:
         pass
 
 
-_TOOLS_LIST: Final = json.dumps(
-    [
+def _listing(tools: Iterable[Tool]) -> str:
+    listed = [
         {"name": tool.name, "description": tool.description, "inputSchema": tool.input_schema}
         | ({} if tool.output_schema is None else {"outputSchema": tool.output_schema})
-        for tool in TOOLS.values()
-    ],
-    separators=(",", ":"),
-)
+        for tool in tools
+    ]
+    return json.dumps(listed, separators=(",", ":"))

@@ -25,10 +25,18 @@ class Identity:
 
 
 class Authenticator:
-    """Knows all credentials, and compares a given one with every one of them, so that time tells nothing."""
+    """Knows all credentials, and compares a given one with every one of them, so that time tells nothing.
+
+    With `no_auth`, who gives no credentials at all is taken for the first site; wrong ones stay wrong.
+    """
 
     def __init__(
-        self, sites: Mapping[str, str], read_tokens: Collection[str] = (), team_tokens: Mapping[str, str] | None = None
+        self,
+        sites: Mapping[str, str],
+        read_tokens: Collection[str] = (),
+        team_tokens: Mapping[str, str] | None = None,
+        *,
+        no_auth: bool = False,
     ) -> None:
         # Hashes are compared: they are of one length, and a log of locals shows no secret.
         self._known: list[tuple[bytes, Identity]] = []
@@ -40,9 +48,14 @@ class Authenticator:
             self._known.append((_digest("bearer", _token(token)), Identity()))
         for token, user in (team_tokens or {}).items():
             self._known.append((_digest("bearer", _token(token)), Identity(user=user)))
+        if no_auth and not sites:
+            raise ValueError("without credentials somebody must be a site, and there is none")
+        self._anybody = Identity(site=next(iter(sites))) if no_auth else None
 
     def identify(self, authorization: str | None) -> Identity | None:
         """None where the header is missing, malformed or wrong; the caller answers all three alike."""
+        if authorization is None and self._anybody is not None:
+            return self._anybody
         scheme, _, credential = (authorization or "").partition(" ")
         scheme = scheme.lower()
         given = credential.strip().encode("utf-8", "surrogateescape")

@@ -28,6 +28,7 @@ __all__ = [
     "MODERN_VERSION",
     "RejectedError",
     "Request",
+    "check_mirrored",
     "error_body",
     "http_error_code",
     "read_message",
@@ -181,3 +182,25 @@ def _decoded(header: str | None) -> str | None:
         return base64.b64decode(encoded[1], validate=True).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError):
         return None
+
+
+def check_mirrored(
+    request: Request, schema: Any, arguments: Mapping[str, Any], headers: Mapping[str, str], repeated: frozenset[str]
+) -> None:
+    """A modern call repeats arguments whose schema says ``x-mcp-header``, and those only if they are there.
+
+    Raises :class:`RejectedError`. Only properties of the schema's top level are looked at: no tool here has others.
+    """
+    if not request.modern:
+        return
+    for key, property_schema in schema.get("properties", {}).items():
+        if (name := property_schema.get("x-mcp-header")) is None:
+            continue
+        header = f"mcp-param-{name}".lower()
+        value = arguments.get(key)
+        if header in repeated or _decoded(headers.get(header)) != (None if value is None else _header_text(value)):
+            raise request.refusal(HEADER_MISMATCH, f"the header {header} is not the argument {key}")
+
+
+def _header_text(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)

@@ -76,13 +76,17 @@ _ID_RULE: Final = "8-64 characters from `[A-Za-z0-9_-]`, minted by the client, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """What ``tools/list`` says of one tool. ``of_site`` tells the four that need the site's Basic credentials."""
+    """What ``tools/list`` says of one tool. ``of_site`` tells the four that need the site's Basic credentials.
+
+    ``answer`` is the whole of a tool that has nothing to do with memory, see :mod:`.conformance`.
+    """
 
     name: str
     description: str
     input_schema: Any
     output_schema: Any = None
     of_site: bool = True
+    answer: Callable[[Arguments], Result] | None = None
 
 
 TOOLS: Final[Mapping[str, Tool]] = {
@@ -278,6 +282,8 @@ class ToolBox:
 
     async def call(self, tool: Tool, arguments: Arguments, identity: Identity) -> Result:
         """The answer, also where it is a refusal. Raises only for what is the server's own trouble."""
+        if tool.answer is not None:
+            return tool.answer(arguments)
         if not tool.of_site:
             return self._history(arguments, identity)
         try:

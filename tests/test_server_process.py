@@ -78,9 +78,11 @@ def test_help_explains_every_option() -> None:
         "--records FILE",
         "--rate N",
         "--allow-faults",
+        "--no-auth",
+        "--conformance-tools",
     ):
         assert f"\n  {option} " in said or f"\n  {option}\n" in said, option
-    assert said.count("\n  --") + said.count("\n  -h, --") == 10
+    assert said.count("\n  --") + said.count("\n  -h, --") == 12
     assert "default: demo:demo" in said
     assert '"superseded_by"' in said
     assert "wrong_ack" in said
@@ -97,6 +99,7 @@ def test_help_explains_every_option() -> None:
         (["--port", "x"], "invalid int value"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--allow"], "unrecognized arguments"),
+        (["--no-auth", "--host", "0.0.0.0"], "only on this machine"),
     ],
 )
 def test_an_option_that_cannot_work_ends_it_with_status_2_and_a_reason(options: list[str], said: str) -> None:
