@@ -18,6 +18,7 @@ from memlog.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from ssl import SSLContext
     from types import TracebackType
 
     from memlog.models import Ack, ConversationInfo, Item
@@ -37,11 +38,12 @@ class Client:
 
     Args:
         url: the address of the server's MCP endpoint.
-        auth: ``(user, password)`` for Basic, a token for Bearer, any ``httpx.Auth``, or a function that returns one of
-            the first two and is asked again when they are refused.
+        auth: ``(user, password)`` for Basic, a token for Bearer, any ``httpx.Auth``, or a plain function that returns
+            one of the first two and is asked again after a 401. It runs in the event loop: it should not block.
         timeout: the absolute limit of one attempt in seconds.
         retry: for reads.
         allow_insecure: send credentials over plain http to another machine all the same.
+        ssl_context: for https, instead of the authorities of the system and of ``SSL_CERT_FILE`` or ``SSL_CERT_DIR``.
         transport: stands in for the network in tests (an ``httpx.AsyncBaseTransport``).
         era: of the protocol; ``"auto"`` asks the server once, ``"modern"`` and ``"legacy"`` save the question.
 
@@ -57,10 +59,18 @@ class Client:
         timeout: float = 30.0,
         retry: RetryPolicy | None = None,
         allow_insecure: bool = False,
+        ssl_context: SSLContext | None = None,
         transport: BaseTransport | None = None,
         era: Era = "auto",
     ) -> None:
-        self._transport = Transport(url, auth=auth, timeout=timeout, allow_insecure=allow_insecure, transport=transport)
+        self._transport = Transport(
+            url,
+            auth=auth,
+            timeout=timeout,
+            allow_insecure=allow_insecure,
+            transport=transport,
+            ssl_context=ssl_context,
+        )
         self._session = Session(self._transport, era=era)
         self._retry = RetryPolicy() if retry is None else retry
 

@@ -9,7 +9,7 @@ Invariants of a :class:`Session`:
 * No task and no open stream outlives a call, so a call can fail or be cancelled without the next one noticing.
 * What was agreed with the server is one immutable value. Whoever finds it outdated replaces exactly that value, under
   a lock: 32 calls that meet an expired session make one new handshake.
-* A call is sent a second time only after an answer which proves that the first was not carried out.
+* A call is sent a second time only after an answer which proves that the first was not carried out, or asks for it.
 * Arguments are bytes and travel as they are.
 
 It knows no tool by name and retries nothing.
@@ -31,7 +31,7 @@ from memlog import payload
 from memlog.errors import MemlogError, ProtocolError, TimedOutError, TransientError
 from memlog.refusal import Refusal, spoken, to_error, trimmed
 from memlog.retry import parse_retry_after
-from memlog.sse import EventReader
+from memlog.sse import BOM, EventReader
 from memlog.version import VERSION
 
 if TYPE_CHECKING:
@@ -59,12 +59,18 @@ DRAIN_SECONDS_MAX: Final = 0.1
 
 RESUMPTIONS_MAX: Final = 3
 RESUME_SECONDS_DEFAULT: Final = 1.0
+STATE_ROUNDS_MAX: Final = 3
+"""How often a call is sent again because the server asked for that, with the state it gave along."""
+
 GOODBYE_SECONDS_MAX: Final = 2.0
+OLD_TRANSPORT_SECONDS_MAX: Final = 2.0
+OLD_TRANSPORT_BYTES_MAX: Final = 16 * 1024
 CANCEL_SECONDS_MAX: Final = 0.5
 TOOL_PAGES_MAX: Final = 100
 
 _NOT_ERA_VERDICTS: Final = frozenset({401, 403, 407, 408, 425, 429, 502, 503, 504})
 _ERA_DOUBTS: Final = frozenset({400, 404, 405, 406, 415, 422})
+_OLD_TRANSPORT_DOUBTS: Final = frozenset({400, 404, 405})
 
 
 class _Terms:
@@ -168,7 +174,13 @@ class Session:
         """
         params = b'"name":%b,"arguments":%b' % (payload.dumps(name), arguments)
         call = _Call("tools/call", params, name, arguments, conversation_id)
-        reply, result = await self._call(call, self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        reply, result = await self._call(call, deadline)
+        for _ in range(STATE_ROUNDS_MAX):
+            if (state := _state_alone(result)) is None:
+                break
+            again = call._replace(params=b'%b,"requestState":%b' % (params, payload.dumps(state)))
+            reply, result = await self._call(again, deadline)
         result_type = result.get("resultType", "complete")
         if result_type != "complete":
             raise ProtocolError(f"{name}: the server asks for something else first ({str(result_type)[:40]!r})")
@@ -302,6 +314,13 @@ class Session:
         if result is None:
             if 200 <= reply.status < 300 and reply.problem is not None:
                 raise reply.problem
+            if reply.status in _OLD_TRANSPORT_DOUBTS and reply.message is None and await self._is_old(deadline):
+                raise ProtocolError(
+                    "the server speaks the transport of MCP 2024-11-05 only (HTTP with SSE), which is not supported: "
+                    "ask its operator for a Streamable HTTP address",
+                    status=reply.status,
+                    code="http+sse",
+                )
             raise self._error(_Call("initialize"), reply, reply.message or reply.body)
         version = result.get("protocolVersion")
         if version not in LEGACY_VERSIONS:
@@ -312,6 +331,21 @@ class Session:
         terms = _Terms(version, session_id)
         await self._notify(terms, b'"method":"notifications/initialized"', deadline)
         return terms
+
+    async def _is_old(self, deadline: float) -> bool:
+        """Whether a GET is answered as the first transport of MCP wants it, with the address to post to."""
+        events, read = EventReader(kinds=(b"endpoint",)), 0
+        left = max(min(deadline - anyio.current_time(), OLD_TRANSPORT_SECONDS_MAX), 0)
+        with suppress(TransientError):
+            async with self._transport.request("GET", {"Accept": "text/event-stream"}, timeout=left) as answer:
+                if answer.status == 200 and answer.media_type == "text/event-stream":
+                    async for chunk in answer:
+                        read += len(chunk)
+                        if events.feed(chunk):
+                            return True
+                        if read > OLD_TRANSPORT_BYTES_MAX:
+                            break
+        return False
 
     async def _notify(self, terms: _Terms, message: bytes, deadline: float) -> None:
         left = max(deadline - anyio.current_time(), 0)
@@ -419,7 +453,7 @@ async def _read(answer: Answer, reply: _Reply, incoming: _Incoming) -> None:
     raw = await answer.read()
     if answer.media_type.endswith("json") and raw:
         try:
-            value = payload.loads(raw)
+            value = payload.loads(raw.removeprefix(BOM))
         except ValueError:
             reply.problem = ProtocolError("the answer is not valid JSON")
             return
@@ -469,6 +503,13 @@ def _pick(value: object, number: int) -> dict[str, Any] | None:
         if "result" in message and str(message.get("id")) == str(number):
             return message
     return None
+
+
+def _state_alone(result: dict[str, Any]) -> str | None:
+    """The state of a server that wants the call again with nothing but that. (There is nobody here to ask for more.)"""
+    state = result.get("requestState")
+    asks = result.get("resultType") == "input_required" and not result.get("inputRequests")
+    return state if asks and isinstance(state, str) else None
 
 
 def _failure_of(result: dict[str, Any]) -> object:
@@ -551,6 +592,8 @@ def _mirrored_headers(paths: Mapping[tuple[str, ...], str], arguments: bytes) ->
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, bool):
             yield f"Mcp-Param-{name}", "true" if value else "false"
+        elif isinstance(value, float) and value.is_integer():
+            yield f"Mcp-Param-{name}", str(int(value))  # 1.0 is an integer to JSON Schema, and is written as one
         elif isinstance(value, str | int | float):
             yield f"Mcp-Param-{name}", _header_value(str(value))
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["EventReader"]
+__all__ = ["BOM", "EventReader"]
 
 # Bytes, because text splitting would also cut at U+2028 and friends, which JSON strings may hold.
 _LINE_END: Final = re.compile(rb"\r\n|\r|\n")
-_BOM: Final = b"\xef\xbb\xbf"
+BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventReader:
     """Feed chunks cut anywhere, even inside a character or between CR and LF; get the data of each finished message.
 
-    Comments, events without data and events of another type than ``message`` are passed over. ``last_id`` and
+    Comments, events without data and events of other types than ``kinds`` are passed over. ``last_id`` and
     ``retry`` (seconds) are what the stream said last, None before it said anything; a reader may go on with the
     chunks of the stream that resumes this one after :meth:`cut`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kinds: tuple[bytes, ...] = (b"", b"message")) -> None:
+        self._kinds = kinds
         self.last_id: str | None = None
         self.retry: float | None = None
         self.cut()
@@ -60,12 +61,12 @@ class EventReader:
 
     def _take(self, line: bytes) -> bytes | None:
         if self._at_start:
-            line = line.removeprefix(_BOM)
+            line = line.removeprefix(BOM)
             self._at_start = False
         if not line:
             data, kind = b"\n".join(self._data), self._type
             self._data, self._type = [], b""
-            return data if data and kind in (b"", b"message") else None
+            return data if data and kind in self._kinds else None
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":

@@ -13,6 +13,7 @@ from memlog.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from ssl import SSLContext
     from types import TracebackType
 
     from memlog.models import HistoryEvent
@@ -33,6 +34,7 @@ class TeamClient:
         timeout: the absolute limit of one attempt in seconds.
         retry: for reads.
         allow_insecure: send the token over plain http to another machine all the same.
+        ssl_context: for https, instead of the authorities of the system and of ``SSL_CERT_FILE`` or ``SSL_CERT_DIR``.
         transport: stands in for the network in tests (an ``httpx.AsyncBaseTransport``).
 
     Raises:
@@ -47,10 +49,16 @@ class TeamClient:
         timeout: float = 30.0,
         retry: RetryPolicy | None = None,
         allow_insecure: bool = False,
+        ssl_context: SSLContext | None = None,
         transport: BaseTransport | None = None,
     ) -> None:
         self._transport = Transport(
-            url, auth=token, timeout=timeout, allow_insecure=allow_insecure, transport=transport
+            url,
+            auth=token,
+            timeout=timeout,
+            allow_insecure=allow_insecure,
+            transport=transport,
+            ssl_context=ssl_context,
         )
         self._session = Session(self._transport)
         self._retry = RetryPolicy() if retry is None else retry

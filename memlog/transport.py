@@ -283,7 +283,12 @@ class Transport:
         if context is None:
             context = _shared_ssl_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_SECONDS)
-        return httpx.AsyncHTTPTransport(verify=context, limits=limits, proxy=_proxy(scheme, self._url))
+        try:
+            return httpx.AsyncHTTPTransport(verify=context, limits=limits, proxy=_proxy(scheme, self._url))
+        except (ValueError, httpx.InvalidURL, ImportError):
+            # Not even the cause is chained: the address of a proxy may hold a password.
+            msg = f"the proxy that the environment names for {scheme} cannot be used: its address must be http or https"
+            raise ConnectionFailedError(msg, outcome="not_sent", code="proxy") from None
 
     async def _send(self, lane: httpx.AsyncBaseTransport, request: httpx.Request) -> httpx.Response:
         if self._auth is None:
@@ -361,12 +366,13 @@ class _Asked(httpx.Auth):
         return self._header.secrets if self._header else ()
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
-        header = self._header = self._header or _header(self._ask())
-        request.headers.update(header.fields)
+        used = self._header = self._header or _header(self._ask())
+        request.headers.update(used.fields)
         response = yield request
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            header = self._header = _header(self._ask())
-            request.headers.update(header.fields)
+            if self._header is used:  # else another request that was refused has asked already
+                self._header = _header(self._ask())
+            request.headers.update(self._header.fields)
             yield request
 
 
@@ -375,6 +381,8 @@ def _header(credentials: Credentials) -> _Header:
         if not credentials or not credentials.isascii() or not credentials.isprintable() or " " in credentials:
             raise ValueError("the token must be printable ASCII without spaces")
         return _Header((("Authorization", f"Bearer {credentials}"),), (credentials,))
+    if not isinstance(credentials, tuple) or len(credentials) != 2:
+        raise ValueError("credentials must be (user, password) or a token")
     user, password = credentials
     if not isinstance(user, str) or not isinstance(password, str) or not user or ":" in user:
         raise ValueError("auth must be (user, password), the user not empty and without a colon")
@@ -473,7 +481,11 @@ def _proxy(scheme: str, url: httpx.URL) -> httpx.Proxy | None:
 @functools.lru_cache(maxsize=2)
 def _shared_ssl_context(cert_file: str | None, cert_dir: str | None) -> ssl.SSLContext:  # noqa: ARG001 - the cache's key; httpx reads the variables itself
     """One per process and setting: making one takes about 19 ms."""
-    return httpx.create_ssl_context()
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        msg = f"the certificate authorities that SSL_CERT_FILE or SSL_CERT_DIR name cannot be read: {error}"
+        raise ConnectionFailedError(msg, outcome="not_sent", code="tls") from error
 
 
 class Translation(NamedTuple):

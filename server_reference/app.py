@@ -303,7 +303,7 @@ class _Mcp:
             return _Answer(200, result_body(request, discovery()))
         if request.method == "ping" and not request.modern:
             return _Answer(200, result_body(request, ""))
-        if request.method == "initialize":
+        if request.method == "initialize" and not request.modern:
             session = secrets.token_urlsafe(24)
             self._sessions[session] = call.identity
             if len(self._sessions) > SESSIONS_MAX:

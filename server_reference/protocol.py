@@ -2,8 +2,9 @@
 
 Modern (2026-07-28): every request carries its protocol version in ``_meta`` and in headers; there is no handshake.
 Legacy (2025-11-25 and before): ``initialize`` first, and possibly a session. A request is modern if it says so in
-``_meta`` or by its headers; ``initialize`` never is. Errors that are not a tool's own are JSON-RPC errors. Those of
-this server's HTTP answers have the code -31000 minus the HTTP status, outside of what the protocol reserves.
+``_meta`` or by its headers; for ``initialize`` only ``_meta`` counts, and then there is no such method. Errors that are
+not a tool's own are JSON-RPC errors. Those of this server's HTTP answers have the code -31000 minus the HTTP status,
+outside of what the protocol reserves.
 """
 
 from __future__ import annotations
@@ -142,15 +143,13 @@ def read_message(body: bytes, headers: Mapping[str, str], repeated: frozenset[st
 
 
 def _is_modern(method: str, params: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+    meta = params.get("_meta")
+    if isinstance(meta, dict) and _META_VERSION in meta:
+        return True
     if method == "initialize":
         return False
-    meta = params.get("_meta")
     version = headers.get("mcp-protocol-version")
-    return (
-        (isinstance(meta, dict) and _META_VERSION in meta)
-        or "mcp-method" in headers
-        or (version is not None and version not in LEGACY_VERSIONS)
-    )
+    return "mcp-method" in headers or (version is not None and version not in LEGACY_VERSIONS)
 
 
 def _check_modern(request: Request, headers: Mapping[str, str], repeated: frozenset[str]) -> None:

@@ -1,14 +1,14 @@
 """The five tools: what each is called, what it takes, what it answers, and where each limit lies.
 
-A call that the tool itself refuses is answered with an ``isError`` result. For the four site tools its text and its
-structured content are both
+A call that the tool itself refuses is answered with an ``isError`` result, as text only: structured content would have
+to be what the tool's output schema says, and clients check that. For the four site tools the text is
 
     {"error": {"code": CODE, "message": TEXT}}
 
 with one CODE a condition, stable: ``invalid_conversation_id``, ``invalid_items`` (not 1 or more JSON objects, or
 nested too deeply), ``too_many_items``, ``item_too_large``, ``batch_too_large``, ``conversation_full``,
 ``invalid_parameters`` (any other argument), ``unprocessable_parameters`` (a Bearer token where the site's Basic
-credentials are needed). ``memory_history`` belongs to the team half and answers in that half's manner, as text only:
+credentials are needed). ``memory_history`` belongs to the team half and answers in that half's manner, always as text:
 ``{"error": TEXT, "code": CODE}`` with ``invalid_request``, ``conflict`` or ``forbidden``.
 
 Sizes are bytes of compact UTF-8 JSON, which is also what is stored; a size or number equal to a limit is accepted.
@@ -290,7 +290,7 @@ class ToolBox:
             return await self._site_tools[tool.name](_site(identity), arguments)
         except Refusal as refused:
             text = f'{{"error":{{"code":{quote(refused.code)},"message":{quote(refused.message)}}}}}'
-            return Result(text, is_error=True)
+            return Result(text, structured=False, is_error=True)
 
     async def _append(self, site: str, arguments: Arguments) -> Result:
         conversation_id = _conversation_id(arguments)

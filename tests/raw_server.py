@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
 PATIENCE = 10.0
@@ -86,11 +87,18 @@ class Seen:
 
 
 class RawServer:
-    """``with RawServer(answer) as server``: ``answer(seen)`` is called for every request, in the connection's thread."""
+    """``with RawServer(answer) as server``: ``answer(seen)`` is called for every request, in the connection's thread.
 
-    def __init__(self, answer: Callable[[Seen], None], *, read_body: bool = True) -> None:
+    With ``tls``, a connection that begins with a TLS handshake gets one, and one that does not is plain http: both on
+    one port, so that a redirect can lead from one to the other.
+    """
+
+    def __init__(
+        self, answer: Callable[[Seen], None], *, read_body: bool = True, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.answer = answer
         self.read_body = read_body
+        self.tls = tls
         self.seen: list[Seen] = []
         self.connections = 0
         self.failures: list[BaseException] = []
@@ -141,6 +149,9 @@ class RawServer:
     def _serve(self, sock: socket.socket, number: int) -> None:
         buffered = b""
         try:
+            if self.tls is not None and sock.recv(1, socket.MSG_PEEK) == b"\x16":
+                sock = self.tls.wrap_socket(sock, server_side=True)
+                self._sockets.append(sock)
             while True:
                 while b"\r\n\r\n" not in buffered:
                     if not (data := sock.recv(65536)):

@@ -5,12 +5,13 @@ The server here is a stub whose every byte is the test's own; real servers have 
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 import re
 import threading
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import anyio
 import pytest
@@ -101,6 +102,16 @@ def in_single_bytes(seen: Seen) -> None:
     seen.end_events()
 
 
+def in_pieces(seen: Seen, size: int) -> None:
+    value = {**VALUE, "é": "\u2028 名前 😀"}
+    data = json.dumps({"jsonrpc": "2.0", "id": seen.json["id"], "result": tool_result(value)}, ensure_ascii=False)
+    seen.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    raw = data.encode()
+    for at in range(0, len(raw), size):
+        seen.chunk(raw[at : at + size])
+    seen.end_events()
+
+
 def tool_error(**value: object) -> Callable[[Seen], None]:
     text = json.dumps(value)
     return lambda seen: seen.rpc(result={"content": [{"type": "text", "text": text}], "isError": True})
@@ -146,6 +157,16 @@ VALUES: dict[str, Callable[[Seen], None]] = {
         body(seen, result=tool_result(VALUE)).replace(b'"id": %d' % seen.json["id"], b'"id": "%d"' % seen.json["id"]),
     ),
     "array of one": lambda seen: seen.respond(200, b"[" + body(seen, result=tool_result(VALUE)) + b"]"),
+    "array with a notification and another's answer": lambda seen: seen.respond(
+        200,
+        b'[{"jsonrpc":"2.0","method":"notifications/message"},{"jsonrpc":"2.0","id":"x","result":{}},%b]'
+        % body(seen, result=tool_result(VALUE)),
+    ),
+    "array in an event": events(lambda seen: b"data: [" + body(seen, result=tool_result(VALUE)) + b"]\n\n"),
+    "more than its schema says": lambda seen: seen.rpc(result=tool_result({**VALUE, "later": {"added": [None]}})),
+    "json after a BOM": lambda seen: seen.respond(200, b"\xef\xbb\xbf" + body(seen, result=tool_result(VALUE))),
+    "json in single bytes": lambda seen: in_pieces(seen, 1),
+    "json cut inside characters": lambda seen: in_pieces(seen, 7),
     "event": events(one_event),
     "event with a BOM": events(b"\xef\xbb\xbf", one_event),
     "event in several lines": events(multi_line),
@@ -240,6 +261,45 @@ CASES: dict[str, tuple[Callable[[Seen], None], type[MemlogError], dict[str, obje
     ),
     "reset": (Seen.reset, ConnectionFailedError, {"outcome": "unknown"}),
     "closed": (Seen.close, ConnectionFailedError, {"outcome": "unknown"}),
+    "reset in the head": (
+        lambda seen: (seen.send(b"HTTP/1.1 200 OK\r\nContent-Ty"), seen.reset()),
+        ConnectionFailedError,
+        {"outcome": "unknown"},
+    ),
+    "cut in a json body": (
+        lambda seen: (
+            seen.send(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"json'),
+            seen.close(),
+        ),
+        ConnectionFailedError,
+        {"outcome": "unknown"},
+    ),
+    "another protocol": (
+        lambda seen: (seen.send(b"220 smtp.example ESMTP\r\n"), seen.close()),
+        ConnectionFailedError,
+        {"outcome": "unknown"},
+    ),
+    "compressed": (
+        http(200, b"\x1f\x8b", "application/json", Content_Encoding="gzip"),
+        ProtocolError,
+        {"status": 200, "outcome": "unknown"},
+    ),
+    "json dripping for ever": (
+        lambda seen: (
+            seen.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"),
+            [seen.chunk(b" ") for _ in iter(lambda: seen.stopping.wait(0.02), True)],
+        ),
+        TimedOutError,
+        {"outcome": "unknown"},
+    ),
+    "head dripping for ever": (
+        lambda seen: (
+            seen.send(b"HTTP/1.1 200 OK\r\n"),
+            [seen.send(b"X-Slow: 1\r\n") for _ in iter(lambda: seen.stopping.wait(0.02), True)],
+        ),
+        TimedOutError,
+        {"outcome": "unknown"},
+    ),
     "silence": (Seen.stall, TimedOutError, {"outcome": "unknown"}),
     "pings for ever": (
         lambda seen: (
@@ -269,7 +329,23 @@ CASES: dict[str, tuple[Callable[[Seen], None], type[MemlogError], dict[str, obje
     ),
     "two values": (lambda seen: seen.rpc(result={"content": [{"type": "text", "text": "{}"}] * 2}), ProtocolError, {}),
     "asks for input": (
+        lambda seen: seen.rpc(
+            result={
+                "resultType": "input_required",
+                "inputRequests": {"q": {"method": "elicitation/create"}},
+                "requestState": "x",
+            }
+        ),
+        ProtocolError,
+        {"outcome": "unknown"},
+    ),
+    "asks for itself for ever": (
         lambda seen: seen.rpc(result={"resultType": "input_required", "requestState": "x"}),
+        ProtocolError,
+        {"outcome": "unknown"},
+    ),
+    "a result type of the future": (
+        lambda seen: seen.rpc(result=tool_result(VALUE, resultType="postponed")),
         ProtocolError,
         {"outcome": "unknown"},
     ),
@@ -458,6 +534,62 @@ def test_the_table_knows_every_status(status):
     assert error.status == status
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("era", ["modern", "legacy"])
+async def test_every_status_on_the_wire_is_an_error_that_carries_it(era):
+    """Ours: whatever HTTP can say instead of an answer; the session is as good as new after each."""
+    stub = McpStub(good, era=era)
+    with RawServer(stub) as server:
+        async with session_to(server) as session:
+            for status in (*range(200, 452), *range(500, 512), 599):
+                stub.call = http(status, b"", None)
+                with pytest.raises(MemlogError) as caught:
+                    await call(session)
+                assert caught.value.status == status
+                if 300 <= status < 400:
+                    assert type(caught.value) is RedirectRefusedError
+                elif status < 300:
+                    assert type(caught.value) is ProtocolError
+                else:
+                    assert type(caught.value) is type(to_error(Refusal("tool", status)))
+                if status % 10 == 0:
+                    stub.call = good
+                    assert await call(session) == VALUE
+
+
+SPEC_CODES = {
+    -32700: InvalidRequestError,
+    -32600: ServerError,  # what it finds wrong is the envelope, which is ours and not the caller's
+    -32601: ServerError,
+    -32602: InvalidRequestError,
+    -32603: ServerError,
+    -32000: ServerError,  # -32000 to -32019 mean whatever their server likes: never to be read anything into
+    -32001: ServerError,
+    -32002: ServerError,
+    -32020: ServerError,
+    -32021: ServerError,
+    -32022: ServerError,
+    -32042: ServerError,
+}
+
+
+@pytest.mark.parametrize("status", [200, 400, 404])
+def test_the_table_knows_every_code(status):
+    """Ours: the protocol's codes mean what it says, all others of its range are nobody's fault."""
+    for code in (*range(-32800, -31900), *range(-31600, -31000), *range(-1000, 1000)):
+        error = to_error(Refusal("tool", status, code))
+        assert type(error) is SPEC_CODES.get(code, ServerError), code
+        assert (error.code, error.status) == (code, status)
+
+
+def test_the_cases_reach_every_error_that_a_server_can_cause():
+    """Ours: no class of the tree is there for show."""
+    ours_alone = {errors.InvalidItemError, errors.PermanentError, errors.TransientError}
+    tree = [getattr(errors, name) for name in errors.__all__]
+    caused = {cls for cls in tree if issubclass(cls, errors.PermanentError | errors.TransientError)} - ours_alone
+    assert {cls for _, cls, _ in CASES.values()} == caused
+
+
 def test_the_table_has_an_error_for_every_meaning():
     """Ours: no condition that the tables can name ends in a KeyError."""
     from memlog import refusal
@@ -465,7 +597,7 @@ def test_the_table_has_an_error_for_every_meaning():
     named = {meaning for table in (refusal._BY_CODE, refusal._BY_WORDS) for _, meaning in table} | set(
         refusal._BY_STATUS.values()
     )
-    assert named <= set(refusal._ERRORS)
+    assert named == set(refusal._ERRORS) == set(get_args(refusal.Meaning))
 
 
 # -- the modern era --------------------------------------------------------------------------------------------------
@@ -547,6 +679,69 @@ async def test_a_header_mismatch_makes_the_session_read_the_schema_once():
             await session.call_tool("append_memory", b'{"conversation_id":"c_12345678","where":{"dry":true}}')
     assert server.methods()[:5] == ["tools/call", "tools/list", "tools/list", "tools/call", "tools/call"]
     assert server.seen[-1].headers["mcp-param-dry"] == "true"
+
+
+@pytest.mark.anyio
+async def test_mirrored_headers_carry_the_argument_and_leave_out_what_is_not_there():
+    """Spec: integers as such (1.0 is one), booleans in lower case, text that is no header in Base64, null not at all."""
+    kinds = {"n": "integer", "f": "integer", "b": "boolean", "s": "string", "e": "string", "null": "string"}
+    schema = {"properties": {name: {"type": kind, "x-mcp-header": f"X-{name}"} for name, kind in kinds.items()}}
+
+    def answer(seen: Seen) -> None:
+        if seen.method == "tools/list":
+            seen.rpc(result={"tools": [{"name": "append_memory", "inputSchema": schema}]})
+        elif "mcp-param-x-n" in seen.headers:
+            good(seen)
+        else:
+            seen.rpc(status=400, error={"code": -32020, "message": "header mismatch"})
+
+    arguments = '{"n":9007199254740993,"f":1.0,"b":false,"s":" é","e":"","null":null,"other":1}'.encode()
+    with RawServer(McpStub(answer)) as server:
+        async with session_to(server, era="modern") as session:
+            assert await session.call_tool("append_memory", arguments) == VALUE
+    sent = {name: value for name, value in server.seen[-1].headers.items() if name.startswith("mcp-param-")}
+    assert sent.pop("mcp-param-x-s") == f"=?base64?{base64.b64encode(' é'.encode()).decode()}?="
+    assert sent.pop("mcp-param-x-e") in ("", "=?base64??=")
+    assert sent == {"mcp-param-x-n": "9007199254740993", "mcp-param-x-f": "1", "mcp-param-x-b": "false"}
+
+
+@pytest.mark.anyio
+async def test_a_mismatch_that_the_schema_does_not_explain_is_raised_and_not_repeated():
+    """Ours: the tools are read once; if that brings no news, sending the same again would be no use."""
+
+    def answer(seen: Seen) -> None:
+        if seen.method == "tools/list":
+            seen.rpc(result={"tools": []})
+        else:
+            seen.rpc(status=400, error={"code": -32020, "message": "header mismatch"})
+
+    with RawServer(McpStub(answer)) as server:
+        async with session_to(server, era="modern") as session:
+            with pytest.raises(ServerError) as caught:
+                await call(session)
+    assert caught.value.code == -32020
+    assert server.methods() == ["tools/call", "tools/list"]
+
+
+@pytest.mark.anyio
+async def test_a_request_for_nothing_but_its_own_state_is_sent_again_with_it():
+    """Spec 2026-07-28: the state goes back unread, under a new id, and into no other call."""
+    state = 'é"\u2028 {"opaque":1}'
+
+    def answer(seen: Seen) -> None:
+        if len(server.seen) % 3:
+            seen.rpc(result={"resultType": "input_required", "requestState": f"{state}{len(server.seen)}"})
+        else:
+            good(seen)
+
+    with RawServer(McpStub(answer)) as server:
+        async with session_to(server, era="modern") as session:
+            assert await call(session) == VALUE
+            assert await call(session) == VALUE
+    sent = [seen.json["params"].get("requestState") for seen in server.seen]
+    assert sent == [None, f"{state}1", f"{state}2", None, f"{state}4", f"{state}5"]
+    assert len({seen.json["id"] for seen in server.seen}) == 6
+    assert all(ARGUMENTS in seen.body for seen in server.seen)
 
 
 @pytest.mark.parametrize(
@@ -730,6 +925,50 @@ async def test_an_unknown_version_is_an_error_that_names_it(result):
             with pytest.raises(ProtocolError) as caught:
                 await call(session)
     assert caught.value.outcome == "not_sent"
+
+
+def first_transport(seen: Seen, event: bytes = b"event: endpoint\ndata: /messages?id=1\n\n") -> None:
+    """What a server of 2024-11-05 does, whose one address is for listening and whose other is told there."""
+    if seen.verb == "GET":
+        seen.begin_events()
+        seen.chunk(event)
+        seen.stall()
+    else:
+        seen.respond(405, b"Method Not Allowed", "text/plain", {"Allow": "GET"})
+
+
+@pytest.mark.anyio
+async def test_a_server_of_the_first_transport_is_recognized_and_called_unsupported():
+    """Ours: a clear word instead of a status; the address is at fault, and the call was not sent."""
+    with RawServer(first_transport) as server:
+        async with session_to(server) as session:
+            with pytest.raises(ProtocolError, match=r"2024-11-05.*not supported") as caught:
+                await call(session)
+    assert (caught.value.status, caught.value.code, caught.value.outcome) == (405, "http+sse", "not_sent")
+    assert server.methods() == ["server/discover", "initialize", "GET"]
+    assert server.seen[-1].headers["accept"] == "text/event-stream"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "listened",
+    [
+        http(405),
+        http(200, HTML, "text/html"),
+        Seen.reset,
+        Seen.stall,
+        lambda seen: first_transport(seen, b": hello\n\nevent: message\ndata: {}\n\n"),
+        lambda seen: first_transport(seen, b": x\n" * 10_000),
+    ],
+)
+async def test_any_other_server_that_refuses_the_handshake_keeps_its_status(listened, monkeypatch):
+    """Ours: asking whether it is an old one costs a bounded time and hides nothing."""
+    monkeypatch.setattr(protocol, "OLD_TRANSPORT_SECONDS_MAX", 0.2)
+    with RawServer(lambda seen: listened(seen) if seen.verb == "GET" else http(405)(seen)) as server:
+        async with session_to(server) as session:
+            with pytest.raises(ServerError) as caught:
+                await call(session)
+    assert (caught.value.status, caught.value.outcome) == (405, "not_sent")
 
 
 @pytest.mark.anyio

@@ -99,8 +99,9 @@ async def test_a_bearer_token_is_refused_by_every_site_tool(tool: str, arguments
             assert (await caller.post(LIST)).status_code == 200
             result = (await caller.raw_call(tool, json.dumps(arguments))).json()["result"]
         assert result["isError"] is True
-        assert result["structuredContent"]["error"]["code"] == "unprocessable_parameters"
-        assert "Basic" in result["structuredContent"]["error"]["message"]
+        error = json.loads(result["content"][0]["text"])["error"]
+        assert error["code"] == "unprocessable_parameters"
+        assert "Basic" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ async def initialize(caller: Caller, version: str = "2025-11-25", **headers: str
     ],
 )
 async def test_initialize_agrees_on_a_version_that_has_a_handshake(asked: str, given: str) -> None:
-    """Ours, after the protocol: `initialize` is legacy even under modern headers."""
+    """Ours, after the protocol: `initialize` is legacy even under modern headers, if its `_meta` is not modern."""
     async with in_process() as caller:
         answer = await initialize(caller, asked, mcp_method="initialize", mcp_protocol_version=asked)
     assert answer.json()["result"]["protocolVersion"] == given
@@ -382,7 +383,68 @@ async def test_errors_of_the_modern_era_have_their_http_status() -> None:
     async with in_process() as caller:
         answer = await modern(caller, "prompts/list")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, -32601)
-        assert (await modern(caller, "ping")).status_code == 404
+        for removed in ("ping", "initialize"):
+            assert (await modern(caller, removed)).status_code == 404
         answer = await modern(caller, "tools/call", name="forget_memory")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, -32602)
         assert (await modern(caller, "tools/list", mcp_session_id="gone")).status_code == 200
+
+
+# --- without credentials, and with the tools of the conformance suite ----------------------------------------------
+
+
+async def test_without_credentials_a_caller_is_the_first_site_only_where_that_was_asked_for() -> None:
+    """Ours: wrong credentials stay wrong, and a session of nobody is a session of the site."""
+    async with in_process(auth=None, no_auth=True, sites={"first": "x", "second": "y"}) as caller:
+        await caller.append({"n": 1})
+        session = (await initialize(caller)).headers["mcp-session-id"]
+        for credentials, seen in (("first:x", 1), ("second:y", 0)):
+            caller.client.headers["authorization"] = basic(credentials)
+            assert len(await caller.replay()) == seen
+        assert (await caller.post(LIST, mcp_session_id=session)).status_code == 404
+        caller.client.headers["authorization"] = basic("first:wrong")
+        assert (await caller.post(LIST)).status_code == 401
+    with pytest.raises(ValueError, match="site"):
+        create_app(no_auth=True, sites={})
+
+
+async def test_the_suites_tools_are_there_only_where_they_were_asked_for() -> None:
+    """Ours: they answer without the memory, whoever calls, and are no part of the contract's list."""
+    names = {"test_simple_text", "test_error_handling", "json_schema_2020_12_tool", "test_custom_header"}
+    async with in_process(conformance_tools=True, bearer="reader", read_tokens=["reader"]) as caller:
+        listed = {tool["name"] for tool in (await caller.post(LIST)).json()["result"]["tools"]}
+        assert names < listed
+        assert (await caller.raw_call("test_simple_text", "{}")).json()["result"]["content"][0]["text"]
+        assert (await caller.raw_call("test_error_handling", "{}")).json()["result"]["isError"] is True
+        assert await caller.call("json_schema_2020_12_tool", name="N", email="e") == {"name": "N", "email": "e"}
+    async with in_process() as caller:
+        listed = {tool["name"] for tool in (await caller.post(LIST)).json()["result"]["tools"]}
+        assert not names & listed
+        assert (await caller.raw_call("test_simple_text", "{}")).json()["error"]["code"] == -32602
+
+
+@pytest.mark.parametrize(
+    ("argument", "header", "accepted"),
+    [
+        ("eu", "eu", True),
+        ("eu", "=?base64?ZXU=?=", True),
+        ("=?base64?ZXU=", "=?base64?ZXU=", True),
+        (None, None, True),
+        ("eu", None, False),
+        (None, "eu", False),
+        ("eu", "us", False),
+        ("eu", "=?base64?ZXU?=", False),
+        ("eu", "=?base64?Z!U=?=", False),
+    ],
+)
+async def test_a_mirrored_argument_must_be_its_header(argument: str | None, header: str | None, accepted: bool) -> None:
+    """Ours, after the protocol: in the modern era only, which is the one that has such headers."""
+    arguments = {} if argument is None else {"region": argument}
+    more = {} if header is None else {"mcp_param_region": header}
+    async with in_process(conformance_tools=True) as caller:
+        answer = await modern(caller, "tools/call", name="test_custom_header", arguments=arguments, **more)
+        if accepted:
+            assert answer.json()["result"]["structuredContent"] == arguments
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, -32020)
+        assert await caller.call("test_custom_header", **arguments) == arguments

@@ -140,7 +140,7 @@ async def test_deep_nesting_is_refused_cleanly(levels: int, code: str | int) -> 
     """Ours: the contract names no depth; 256 levels are kept, more are refused in words, never by a crash."""
     async with in_process() as caller:
         answer = await append_raw(caller, nested(levels))
-        error = answer["error"] if "error" in answer else answer["result"]["structuredContent"]["error"]
+        error = answer["error"] if "error" in answer else json.loads(answer["result"]["content"][0]["text"])["error"]
         assert error["code"] == code
         assert await caller.replay() == []
         assert "result" in await append_raw(caller, nested(256))

@@ -1,25 +1,23 @@
-"""A memory server written with the official `mcp` package (2.x), for our client to talk to. Imports nothing of ours.
+"""A memory of conversations, and the way to serve one, for the servers beside this that others' packages make of it.
 
-    python our_client_against_official.py [--sse] [--stateless]
-
-prints its URL when it accepts connections and serves until its standard input ends. It keeps to the contract as far as
-the answers go; its refusals are those that the package makes by itself.
+It keeps to the contract as far as the answers go; refusals are those that the packages make by themselves. A server
+prints its URL when it accepts connections and serves until its standard input ends. Imports nothing of ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
 import sys
 import threading
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from mcp import types
-from mcp.server.lowlevel import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONVERSATION = {"type": "string", "pattern": "^[A-Za-z0-9_-]{8,64}$"}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -66,27 +64,16 @@ class Memory:
         raise RuntimeError("a bug in the tool")
 
 
-def make_server(memory: Memory) -> Server[Any]:
-    async def list_tools(_: Any, __: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(
-            tools=[types.Tool(name=name, input_schema=schema) for name, schema in SCHEMAS.items()]
-        )
-
-    async def call_tool(_: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
-        if params.name not in SCHEMAS:
-            text = json.dumps({"error": {"code": "unknown_tool", "message": "no such tool"}})
-            return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=True)
-        value = getattr(memory, params.name)(**(params.arguments or {}))
-        text = types.TextContent(type="text", text=json.dumps(value, indent=2))
-        if params.name == "text_only":
-            return types.CallToolResult(content=[text])
-        return types.CallToolResult(content=[text], structured_content=value)
-
-    return Server("memory", version="1.0", on_list_tools=list_tools, on_call_tool=call_tool)
+def main(make_app: Callable[[bool, bool], Any]) -> None:
+    """Serves what ``make_app(sse, stateless)`` makes, as the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sse", action="store_true", help="answer as event streams")
+    parser.add_argument("--stateless", action="store_true", help="no sessions for older clients")
+    options = parser.parse_args()
+    asyncio.run(serve(make_app(options.sse, options.stateless)))
 
 
-async def serve(options: argparse.Namespace) -> None:
-    app = make_server(Memory()).streamable_http_app(json_response=not options.sse, stateless_http=options.stateless)
+async def serve(app: Any) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     loop = asyncio.get_running_loop()
@@ -101,10 +88,3 @@ async def serve(options: argparse.Namespace) -> None:
         await asyncio.sleep(0.01)
     print(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp", flush=True)
     await serving
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sse", action="store_true", help="answer as event streams")
-    parser.add_argument("--stateless", action="store_true", help="no sessions for older clients")
-    asyncio.run(serve(parser.parse_args()))
