@@ -1,50 +1,40 @@
 """The buffer: takes batches at once, and has them on this machine's disk milliseconds later.
 
-:meth:`Buffer.put` checks the limits, hands the batch to the *writer* thread over a queue and returns. The writer drains
-what has queued up, commits it once (group commit) and then completes the receipts. Everything that reads or writes a
-spool goes through that thread as a command, in order: no lock is ever held over a disk operation, and no second
-connection exists.
+:meth:`Buffer.put` checks the limits, hands the batch to the *writer* thread (:mod:`memlog.writer`) over a queue and
+returns. Everything else that concerns a spool is a command for that thread: see :meth:`Buffer.run`. Forks are dealt
+with here: a child starts anew, with a spool and a thread of its own.
 
-Which files those are is decided in :mod:`memlog.directory`. This module knows no event loop and no network.
+This module knows no event loop and no network.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
-import sqlite3
 import threading
-import time
 import weakref
-from concurrent.futures import Future
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memlog import system
-from memlog.directory import open_spools
-from memlog.errors import BufferFullError, BufferUnusableError, ClosedError
-from memlog.spool import Books, NewRow
+from memlog.errors import BufferFullError, ClosedError
+from memlog.spool import Books
+from memlog.writer import Accepted, Command, Listener, Writer, renew_lock_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from memlog.directory import Spools
-    from memlog.payload import Batch
+
+__all__ = ["Accepted", "Buffer", "BufferLimits", "Listener"]
 
 logger = logging.getLogger("memlog")
 
 T = TypeVar("T")
 
-_GROUP_ENTRIES_MAX = 512
-_GROUP_BYTES_MAX = 4 * 1024 * 1024
-_IDLE_SECONDS = 1.0
-_RETRY_SECONDS = (0.05, 2.0)
 _FORK_WAIT_SECONDS = 5.0
-
-_PASSING_ERRORS = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_CANTOPEN", "SQLITE_NOMEM")
-"""The disk is in trouble and may get out of it; anything else is damage or a bug, and waiting does not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,81 +55,6 @@ class BufferLimits:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 msg = f"BufferLimits.{name} must be a number of bytes above 0, got {value!r}"
                 raise ValueError(msg)
-
-
-_registering = threading.Lock()  # between those who wait for one receipt
-
-
-class Accepted:
-    """One append on its way to the disk: one or more batches of a conversation, committed together.
-
-    Completed by the writer thread, waited for from any thread or loop. Completing takes no lock: whoever waits adds
-    itself and then looks again, whoever completes sets the state and then notifies.
-    """
-
-    __slots__ = ("__weakref__", "_notify", "_stored", "batches", "conversation_id", "count", "first_id", "spool_name")
-
-    def __init__(self, conversation_id: str, batches: list[Batch]) -> None:
-        self.conversation_id = conversation_id
-        self.batches: list[Batch] | None = batches  # until stored
-        self.count = len(batches)
-        self.first_id = 0
-        self.spool_name = ""
-        self._stored: BaseException | bool = False
-        self._notify: list[Callable[[], object]] | None = None
-
-    def is_stored(self) -> bool:
-        """Whether it is on disk; raises the error that prevents it for good."""
-        if isinstance(self._stored, BaseException):
-            raise self._stored
-        return self._stored
-
-    def when_stored(self, notify: Callable[[], object]) -> None:
-        """Call ``notify``, from any thread, once :meth:`is_stored` has an answer."""
-        with _registering:
-            self._notify = [*(self._notify or ()), notify]
-        if self._stored is not False:
-            notify()
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Called by the writer, once."""
-        self.batches = None
-        self._stored = error or True
-        for notify in self._notify or ():
-            notify()
-
-
-class Listener(Protocol):
-    """Whom the buffer tells. Called in the writer thread: return at once."""
-
-    def stored(self, conversations: set[str]) -> None:
-        """These conversations have something new to send."""
-
-    def disk_trouble(self, reason: str | None) -> None:
-        """The disk stopped taking commits, or (None) takes them again. Once per change."""
-
-
-class _Command:
-    __slots__ = ("function", "future", "writes")
-
-    def __init__(self, function: Callable[[Spools], Any], *, writes: bool) -> None:
-        self.function = function
-        self.writes = writes
-        self.future: Future[Any] = Future()
-
-    def is_wanted(self) -> bool:
-        """Whether nobody cancelled it; from here on nobody can."""
-        return self.future.set_running_or_notify_cancel()
-
-    def __call__(self, spools: Spools) -> None:
-        try:
-            result = self.function(spools)
-        except sqlite3.Error as error:
-            self.future.set_exception(BufferUnusableError(str(spools.own.path), str(error)))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asked
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
 
 
 class Buffer:
@@ -163,9 +78,11 @@ class Buffer:
     def _reset(self) -> None:
         # Reentrant: append must work in a signal handler or a __del__ that interrupts another append.
         self._lock = threading.RLock()
-        self._writer: _Writer | None = None
+        self._writer: Writer | None = None
         self._next_id = 0
         self._accepted_bytes = 0
+        self._putting = False
+        self._behind: deque[Accepted] = deque()
 
     def start(self) -> None:
         """Open the spools and start the writer; BufferUnusableError if that cannot be. Does nothing if it runs."""
@@ -173,12 +90,12 @@ class Buffer:
             if self._closed:
                 raise ClosedError("the log is closed")
             if self._writer is None:
-                writer = _Writer(self.directory, self._listener)
+                writer = Writer(self.directory, self._listener, self.allocate_id)
                 self._next_id = writer.spools.own.books.next_id
                 self._accepted_bytes = 0
                 self._writer = writer
 
-    def _running(self) -> _Writer:
+    def _running(self) -> Writer:
         if self._writer is None or self._closed:
             self.start()
         assert self._writer is not None
@@ -193,6 +110,8 @@ class Buffer:
             writer = self._running()
             if writer.broken is not None:
                 raise writer.broken
+            if writer.full:
+                raise self._refusal("device", self.unstored_bytes + writer.books.pending_bytes, 0)
             unstored = self._accepted_bytes - writer.committed_bytes
             if unstored + size > self._limits.unstored_bytes:
                 raise self._refusal("unstored", unstored, self._limits.unstored_bytes)
@@ -201,10 +120,27 @@ class Buffer:
                 raise self._refusal("disk" if self.directory else "memory", on_disk, self._pending_max)
             self._full = None
             accepted.spool_name = writer.spools.own.name
-            # In one statement: a signal handler that appends, too, gets ids of its own.
-            accepted.first_id, self._next_id = self._next_id, self._next_id + accepted.count
             self._accepted_bytes += size
-            writer.queue.put(accepted)
+            if self._putting:
+                # A signal handler or a __del__ interrupts another append that has its number, but not its place yet.
+                accepted.first_id, self._next_id = self._next_id, self._next_id + accepted.count
+                self._behind.append(accepted)
+                return
+            self._let_behind_in(writer)
+            try:
+                # In one statement, which nothing interrupts: whoever comes in between gets a later number and place.
+                accepted.first_id, self._next_id, self._putting = self._next_id, self._next_id + accepted.count, True
+                writer.queue.put(accepted)
+            finally:
+                self._let_behind_in(writer)
+
+    def _let_behind_in(self, writer: Writer) -> None:
+        while True:
+            while self._behind:
+                writer.queue.put(self._behind.popleft())
+            self._putting = False
+            if not self._behind:  # again: the interruption may have come just before
+                return
 
     def _refusal(self, what: Any, held: int, limit: int) -> BufferFullError:
         error = BufferFullError(what, held, limit)
@@ -219,15 +155,18 @@ class Buffer:
             self._next_id += 1
             return self._next_id - 1
 
-    def run(self, function: Callable[[Spools], T], *, writes: bool = False) -> Future[T]:
+    def run(self, function: Callable[[Spools], T], *, writes: bool = False, after_puts: bool = False) -> Future[T]:
         """Run ``function`` in the writer thread, after all that was put before.
+
+        What was put is stored then, or is in ``Spools.unstored`` while the disk does not take it; with ``after_puts``
+        that is waited for.
 
         With ``writes`` it runs inside a transaction per spool that it begins, and the future completes after the
         commit; it may then run more than once, each time from the same state. Without, it must only read.
         """
         with self._lock:
             writer = self._running()
-            command = _Command(function, writes=writes)
+            command = Command(function, writes=writes, after_puts=after_puts)
             if writer.broken is not None:
                 command.future.set_exception(writer.broken)
             else:
@@ -245,6 +184,21 @@ class Buffer:
         """Payload bytes accepted and not yet on disk."""
         writer = self._writer
         return max(0, self._accepted_bytes - writer.committed_bytes) if writer is not None else 0
+
+    @property
+    def sealed(self) -> frozenset[str]:
+        """The conversations that were known to be full when the buffer was opened."""
+        return self._writer.sealed if self._writer is not None else frozenset()
+
+    @property
+    def oldest_pending(self) -> int | None:
+        """When the oldest pending batch was stored, in microseconds since 1970, as of the last commit."""
+        return self._writer.oldest if self._writer is not None else None
+
+    @property
+    def spools_held(self) -> int:
+        """How many spool files this process holds."""
+        return self._writer.held if self._writer is not None else 0
 
     @property
     def spool_path(self) -> Path | None:
@@ -277,173 +231,6 @@ class Buffer:
         self._reset()
 
 
-class _Writer:
-    """The thread that owns the spools, and its loop."""
-
-    def __init__(self, directory: Path | None, listener: Listener) -> None:
-        self.queue: queue.SimpleQueue[Accepted | _Command | None] = queue.SimpleQueue()
-        self.at_rest = threading.Lock()  # held while a transaction is open
-        self.committed_bytes = 0
-        self.broken: BufferUnusableError | None = None
-        self._listener = listener
-        self._deadline: float | None = None
-        self._stopping = threading.Event()
-        opened: Future[Spools] = Future()
-        self.thread = threading.Thread(target=self._live, args=(directory, opened), name="memlog-writer", daemon=True)
-        self.thread.start()
-        self.spools = opened.result()
-        self.books = self.spools.books
-
-    def stop(self, timeout: float) -> bool:
-        self._deadline = time.monotonic() + timeout
-        self.queue.put(None)
-        self._stopping.set()
-        self.thread.join(timeout)
-        return not self.thread.is_alive()
-
-    def _live(self, directory: Path | None, opened: Future[Spools]) -> None:
-        try:
-            self.spools = open_spools(directory)
-            self.books = self.spools.books
-        except BaseException as error:  # noqa: BLE001 - raised where start() was called
-            opened.set_exception(error)
-            return
-        opened.set_result(self.spools)
-        running, tidy = True, True
-        while running:
-            try:
-                entry = self.queue.get(timeout=None if tidy else _IDLE_SECONDS)
-            except queue.Empty:
-                tidy = True
-                self._tidy()
-                continue
-            group, running = self._drain(entry)
-            tidy = False
-            try:
-                self._write(group)
-            except Exception as error:
-                logger.exception("memlog: a defect in the buffer")
-                # Only those that nobody has told yet: what is on disk stays stored.
-                waiting = [entry for entry in group if isinstance(entry, Accepted) and entry.batches is not None]
-                self._break(error, waiting, [e for e in group if isinstance(e, _Command) and not e.future.done()])
-        with contextlib.suppress(sqlite3.Error):
-            for spool in self.spools:
-                spool.close()
-
-    def _drain(self, entry: Accepted | _Command | None) -> tuple[list[Accepted | _Command], bool]:
-        group: list[Accepted | _Command] = []
-        size = 0
-        while entry is not None:
-            group.append(entry)
-            if isinstance(entry, Accepted):
-                size += _size_of(entry)
-            if len(group) >= _GROUP_ENTRIES_MAX or size >= _GROUP_BYTES_MAX:
-                return group, True
-            try:
-                entry = self.queue.get_nowait()
-            except queue.Empty:
-                return group, True
-        return group, False
-
-    def _write(self, group: list[Accepted | _Command]) -> None:
-        """Commit the group, however long the disk is in trouble, and complete what was asked."""
-        accepted = [entry for entry in group if isinstance(entry, Accepted)]
-        wanted = [entry for entry in group if isinstance(entry, _Command) and entry.is_wanted()]
-        commands = [command for command in wanted if command.writes]
-        rows = [row for entry in accepted for row in _rows_of(entry)]
-        delay = _RETRY_SECONDS[0]
-        in_trouble = False
-        while rows or commands:
-            try:
-                with self.at_rest:
-                    done = self._transact(rows, commands)
-            except sqlite3.Error as error:
-                with contextlib.suppress(sqlite3.Error):
-                    for spool in self.spools:
-                        spool.rollback()
-                name = getattr(error, "sqlite_errorname", "")
-                if not name.startswith(_PASSING_ERRORS) or self._given_up():
-                    self._break(error, accepted, commands)
-                    break
-                if not in_trouble:
-                    in_trouble = True
-                    self._tell(self._listener.disk_trouble, f"{error} ({name})")
-                if self._stopping.wait(delay):
-                    time.sleep(_RETRY_SECONDS[0])
-                delay = min(delay * 2, _RETRY_SECONDS[1])
-            else:
-                self.books = self.spools.books
-                self.committed_bytes += sum(row.size for row in rows)
-                for command, result in done:
-                    command.future.set_result(result)
-                for entry in accepted:
-                    entry.complete()
-                if rows:
-                    self._tell(self._listener.stored, {row.conversation for row in rows})
-                break
-        if in_trouble and self.broken is None:
-            self._tell(self._listener.disk_trouble, None)
-        self.spools.release_drained()
-        for command in wanted:
-            if not command.writes:
-                command(self.spools)
-
-    def _transact(self, rows: list[NewRow], commands: list[_Command]) -> list[tuple[_Command, Any]]:
-        """One transaction a spool. A command that raises is taken out of ``commands``, and the rest runs again."""
-        if rows:
-            self.spools.own.begin()
-            self.spools.own.store(rows)
-        done = []
-        for command in commands:
-            try:
-                done.append((command, command.function(self.spools)))
-            except sqlite3.Error:
-                raise
-            except Exception as error:  # noqa: BLE001 - handed to whoever asked
-                for spool in self.spools:
-                    spool.rollback()
-                commands.remove(command)
-                command.future.set_exception(error)
-                return self._transact(rows, commands)
-        # The own spool last: if another one's commit fails, all of this runs again, and the new rows must not be there
-        # yet. Commands find their work done the second time.
-        for spool in [*self.spools.adopted, self.spools.own]:
-            spool.commit()
-        return done
-
-    def _tell(self, listener: Callable[[T], None], what: T) -> None:
-        try:
-            listener(what)
-        except Exception:  # no thread to be had, no descriptor left: that is no reason to stop storing
-            logger.exception("memlog: the buffer could not tell what happened")
-
-    def _given_up(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
-
-    def _break(self, error: Exception, accepted: list[Accepted], commands: list[_Command]) -> None:
-        self.broken = BufferUnusableError(str(self.spools.own.path), str(error))
-        logger.error("memlog: %s; what was not stored yet is lost with this process", self.broken)
-        for entry in accepted:
-            entry.complete(self.broken)
-        for command in commands:
-            command.future.set_exception(self.broken)
-
-    def _tidy(self) -> None:
-        # It is only housekeeping: what fails is tried again in the next idle moment.
-        with contextlib.suppress(sqlite3.Error), self.at_rest:
-            for spool in self.spools:
-                spool.tidy()
-
-
-def _size_of(entry: Accepted) -> int:
-    return sum(batch.size for batch in entry.batches or ())
-
-
-def _rows_of(entry: Accepted) -> Iterator[NewRow]:
-    for number, batch in enumerate(entry.batches or ()):
-        yield NewRow(entry.first_id + number, entry.conversation_id, batch.items, batch.size, batch.body)
-
-
 _alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
 _hooked = False
 
@@ -465,6 +252,7 @@ def _hook_forks() -> None:
             buffer._after_fork_in_parent(at_rest)  # noqa: SLF001
 
     def in_child() -> None:
+        renew_lock_in_child()
         for buffer, _ in held.__dict__.pop("buffers", ()):
             buffer._after_fork_in_child()  # noqa: SLF001
 

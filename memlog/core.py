@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,10 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memlog import engine, system
+from memlog import engine, stamps, system
 from memlog.buffer import Buffer, BufferLimits
 from memlog.client import Client
-from memlog.directory import prepare_directory, site_directory
+from memlog.directory import Adopted, Recounted, prepare_directory, site_directory
 from memlog.errors import (
     BufferUnusableError,
     ClosedError,
@@ -34,11 +33,13 @@ from memlog.errors import (
     from_record,
 )
 from memlog.events import Event
+from memlog.inbox import Applied, stamped_anew
 from memlog.models import Ack
 from memlog.payload import decode_items
 from memlog.replay import Pending
 from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
 from memlog.retry import NO_RETRY, RetryPolicy
+from memlog.salvage import Salvage
 from memlog.sender import Sender
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from memlog.buffer import Accepted
-    from memlog.directory import Spools
+    from memlog.directory import Notice, Spools
     from memlog.spool import NewRow, Spool
 
 logger = logging.getLogger("memlog")
@@ -54,7 +55,6 @@ logger = logging.getLogger("memlog")
 T = TypeVar("T")
 
 _EXIT_SECONDS = 2.0
-_child_lock = threading.Lock()  # for the first use in a forked child only, so that no fork finds it held
 _CHECK_ID = "memlog-check"
 
 
@@ -68,6 +68,7 @@ class Settings:
     timeout: float
     retry: RetryPolicy
     limits: BufferLimits
+    stamp: bool
     on_event: Callable[[Event], object] | None
     allow_insecure: bool
     transport: Any
@@ -102,7 +103,7 @@ class Core:
         self.buffer = Buffer(directory, settings.limits, self)
         self._sending = Sending(self)
         self.buffer.start()
-        self.sealed.update(self.buffer.run(lambda spools: spools.sealed()).result())
+        self.sealed.update(self.buffer.sealed)
         if self.buffer.books.pending_batches:
             self.sending()
 
@@ -113,19 +114,37 @@ class Core:
 
     def sending(self) -> Sending:
         """The sending half of this process, started if need be; a forked child gets one of its own."""
-        if self._sending.pid != os.getpid():
-            with _child_lock:
-                if self._sending.pid != os.getpid():
-                    system.park(self._sending)
-                    self._sending = Sending(self)
-        self._sending.start()
-        return self._sending
+        sending = self._sending
+        sending.start()
+        return sending
+
+    def after_fork_in_child(self) -> None:
+        """The sender and who waits for it are the parent's: this process gets its own, which starts when needed."""
+        system.park(self._sending)
+        self._sending = Sending(self)
 
     # --- told by the buffer, in the writer thread ------------------------------------------------------------------
 
-    def stored(self, conversations: set[str]) -> None:
+    def stored(self, items: dict[str, int]) -> None:
         with contextlib.suppress(RuntimeError):  # no new threads while the interpreter ends: it stays on disk
-            self.sending().wake(conversations)
+            self.sending().wake(set(items))
+        for conversation, count in items.items():
+            self.tell(Event(kind="stored", conversation_id=conversation, items=count))
+
+    def noticed(self, notice: Notice) -> None:
+        match notice:
+            case Adopted():
+                self.sealed |= notice.sealed
+                if notice.items:
+                    self.tell(Event(kind="adopted", items=notice.items, reason=str(notice.path)))
+                    with contextlib.suppress(RuntimeError):
+                        self.sending().wake(set(notice.conversations))
+            case Applied():
+                self.sealed -= notice.released
+                with contextlib.suppress(RuntimeError):
+                    self.sending().wake(set(notice.requeued))
+            case Salvage() | Recounted():
+                self.tell(_event_of(notice))
 
     def disk_trouble(self, reason: str | None) -> None:
         self.tell(Event(kind="disk_trouble" if reason else "disk_ok", reason=reason))
@@ -177,7 +196,7 @@ class Core:
         complete = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                marks = await _here(self.buffer.run(lambda spools: spools.marks()))
+                marks = await _here(self.buffer.run(lambda spools: spools.marks(), after_puts=until == "stored"))
                 complete = until == "stored"
                 while not complete:
                     news = sender.news()
@@ -187,6 +206,9 @@ class Core:
                     if complete or sender.gate.state == "blocked" or (sender.gate.state == "waiting" and hopeless):
                         break
                     await news.wait()
+                if complete and until == "acknowledged":
+                    with contextlib.suppress(MemlogError):  # it reports; what it cannot read now the next one will
+                        await sender.audit()
         if not complete:
             # The time was too short to ask; nothing unstored, looked at first, and nothing pending answer it as well.
             complete = self.buffer.unstored_bytes == 0 and self.buffer.books.pending_items == 0
@@ -211,7 +233,11 @@ class Core:
 
     async def pending(self, conversation_id: str, position: int) -> Pending | None:
         found = await _here(self.buffer.run(lambda spools: spools.waiting(conversation_id, position)))
-        return found and Pending(found[0], [decode_items(body) for body in found[1]])
+        if found is None:
+            return None
+        facts, bodies = found
+        start = None if facts.shared else facts.next_seq
+        return Pending(start, [decode_items(body) for body in bodies], facts.echoes)
 
     async def requeue(self, letter: DeadLetter, conversation_id: str) -> None:
         # Taken here and not in the writer thread, which would wait for a fork that waits for it.
@@ -222,7 +248,8 @@ class Core:
             if spool is None or row is None:
                 return False
             new_id = own_id if spool is spools.own else spool.books.next_id
-            spool.requeue(row._replace(conversation=conversation_id), new_id)
+            body = stamped_anew(row.body, new_id)
+            spool.requeue(row._replace(conversation=conversation_id, body=body), new_id)
             spool.note_lane(conversation_id, sealed=False)
             return True
 
@@ -242,6 +269,7 @@ class Core:
         books = self.buffer.books
         sender = self._sending.sender
         state, reason = sender.state if sender is not None else ("ok", None)
+        oldest = self.buffer.oldest_pending
         return Statistics(
             state=state,
             reason=reason,
@@ -260,6 +288,12 @@ class Core:
             requests_sent=sender.traffic.requests_sent if sender else 0,
             requests_in_flight=sender.in_flight if sender else 0,
             duplicate_items=sender.traffic.duplicate_items if sender else 0,
+            forgotten_items=books.forgotten_items,
+            lost_items=books.lost_items,
+            forgotten_batches=books.forgotten_batches,
+            lost_batches=books.lost_batches,
+            oldest_pending_seconds=None if oldest is None else max(0.0, time.time() - oldest / 1e6),
+            spools=self.buffer.spools_held,
         )
 
     async def leave(self, flush_timeout: float | None) -> None:
@@ -282,9 +316,8 @@ class Core:
 
     def exit(self) -> None:
         """The process ends: store what was accepted, within bounds, and say what is unsent."""
-        if self._sending.pid != os.getpid():
-            system.park(self._sending)
         done = self.buffer.close(_EXIT_SECONDS)
+        system.park(self)
         self._warn_unsent(self.buffer.books.pending_items, stored=done)
 
     def _warn_unsent(self, pending: int, *, stored: bool) -> None:
@@ -301,7 +334,6 @@ class Sending:
     """The half of a core that lives in the engine of one process: sender, client, and who waits for outcomes."""
 
     def __init__(self, core: Core) -> None:
-        self.pid = os.getpid()
         self.sender: Sender | None = None
         self._core = core
         self._lock = threading.Lock()
@@ -420,10 +452,32 @@ def _forget(core: Core) -> bool:
     return False
 
 
+def _after_fork_in_child() -> None:
+    global _lock  # noqa: PLW0603 - another thread of the parent may have held it
+    _lock = threading.RLock()
+    for core in list(_cores.values()):
+        core.after_fork_in_child()
+
+
+system.at_fork(in_child=_after_fork_in_child)
+
+
 @atexit.register
 def _at_exit() -> None:
     for core in list(_cores.values()):
         core.exit()
+
+
+def _event_of(notice: Salvage | Recounted) -> Event:
+    if isinstance(notice, Recounted):
+        reason = f"{notice.path} was not closed, and its books say that there was more than there is"
+        return Event(kind="lost", items=notice.lost_items, reason=reason)
+    what = f"{notice.reason}; the damaged file is kept as {notice.aside}"
+    if notice.lost_items or not notice.books_known:
+        unknown = "" if notice.books_known else ", or more: its books could not be read"
+        reason = f"{what}; {notice.kept_items} item(s) in it go on{unknown}"
+        return Event(kind="lost", items=notice.lost_items, reason=reason)
+    return Event(kind="degraded", items=notice.kept_items, reason=what)
 
 
 def _dead_letters(spools: Spools) -> list[DeadLetter]:
@@ -433,9 +487,8 @@ def _dead_letters(spools: Spools) -> list[DeadLetter]:
             error = from_record(record)
             assert isinstance(error, PermanentError)
             at = datetime.fromtimestamp(refused_at / 1e6, UTC)
-            letters.append(
-                DeadLetter(f"{spool.name}.{row_id}", conversation, items, size, at, error, decode_items(body))
-            )
+            payloads = [stamps.without(p) if stamps.read(p) else p for p in decode_items(body)]
+            letters.append(DeadLetter(f"{spool.name}.{row_id}", conversation, items, size, at, error, payloads))
     return letters
 
 

@@ -3,10 +3,16 @@
     buffer_dir/
       <host>-<port>-<digest>/    one site: endpoint and user decide, the password does not
         site.json                whose it is, for people
-        <time>-<random>.db       a spool; beside it its lock
+        ledger.json              the totals of spools that are gone (:mod:`memlog.ledger`)
+        <time>-<random>.db       a spool; beside it
+          .lock                    held by its owner
+          .reserve                 room for a full disk (:mod:`memlog.reserve`)
+          .inbox/                  commands from outside (:mod:`memlog.inbox`)
+          .db.corrupt-<time>       what a damaged file of that name held (:mod:`memlog.salvage`)
 
 One process holds one spool of its own (the oldest free one, so that a restart finds its file and its order again) and
-adopts other free ones that still hold something, in place, until they are drained. Rows never move between files.
+adopts other free ones that still hold something, in place, until they are drained; it looks for them while it runs.
+Rows never move between files. A spool that is drained, and nobody's own, is removed after an hour.
 """
 
 from __future__ import annotations
@@ -18,20 +24,27 @@ import json
 import logging
 import re
 import secrets
+import sqlite3
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
-from memlog import system
+from memlog import inbox, ledger, system
 from memlog.errors import BufferUnusableError, ClosedError, MemlogError
 from memlog.payload import pack
-from memlog.spool import Books, Spool, count_pending
+from memlog.reserve import Reserve
+from memlog.salvage import finish, recover, salvage, unfinished
+from memlog.schema import DamagedError, is_damage
+from memlog.spool import Books, LaneFacts, Spool, count_pending, peek, peek_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from memlog.spool import Row
+    from memlog.inbox import Applied, Intent
+    from memlog.salvage import Salvage
+    from memlog.spool import NewRow, Row
 
 logger = logging.getLogger("memlog")
 
@@ -107,15 +120,49 @@ def _lock_of(path: Path) -> system.KernelLock | None:
     return system.try_lock(path.with_suffix(".lock"))
 
 
+DRAINED_KEPT_SECONDS = 3600.0
+"""How long a drained spool that is nobody's own stays, so that the outcome of its batches can be asked for."""
+
+_EXAMINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A spool that another process left, with something in it, is held here now."""
+
+    path: Path
+    items: int
+    conversations: frozenset[str]
+    sealed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Recounted:
+    """The books of a spool said that there was more than there is."""
+
+    path: Path
+    lost_items: int
+
+
+Notice: TypeAlias = "Adopted | Recounted | Salvage | Applied"
+"""What happened to the spools that nobody here asked for."""
+
+
 def open_spools(directory: Path | None) -> Spools:
-    """Take the spools that are free; a new one if none is. None is a buffer in memory."""
+    """Take the spools that are free; a new one if none is. None is a buffer in memory.
+
+    What takes time is left to :meth:`Spools.examine` and :meth:`Spools.scan`.
+    """
     if directory is None:
         return Spools(Spool.open(None, None), [])
     with contextlib.ExitStack() as undo:  # what was taken is free again if the rest fails
         own: Spool | None = None
         adopted: list[Spool] = []
         try:
+            _finish_what_was_cut_off(directory)
             for path in sorted(directory.glob("*.db")):  # the name starts with the time of making
+                if own is not None and (books := peek(path)) is not None and not books.holds_something:
+                    continue
                 spool = _take(path)
                 if spool is None:
                     continue
@@ -143,9 +190,16 @@ def _take(path: Path) -> Spool | None:
         return None  # its owner lives
     try:
         return _open(path, lock)
+    except DamagedError:
+        return None  # a matter for the scan
     except BufferUnusableError as error:
-        logger.warning("memlog: %s; it is left alone, and new items go to another file", error)
+        if not path.is_dir():
+            _warn_left_alone(error)
         return None
+
+
+def _warn_left_alone(error: BufferUnusableError) -> None:
+    logger.warning("memlog: %s; it is left alone, and new items go to another file", error)
 
 
 def _open(path: Path, lock: system.KernelLock | None) -> Spool:
@@ -158,12 +212,20 @@ def _open(path: Path, lock: system.KernelLock | None) -> Spool:
 
 
 class Spools:
-    """The spools this process holds: its own, where new batches go, and adopted ones. Used in the writer thread."""
+    """The spools this process holds: its own, where new batches go, and adopted ones. Used in the writer thread.
+
+    ``unstored`` is what was accepted and the disk does not take for now; empty whenever the disk is well.
+    """
 
     def __init__(self, own: Spool, adopted: list[Spool]) -> None:
         self.own = own
         self.adopted = adopted
-        self._released = Books()
+        self.unstored: list[NewRow] = []
+        self.directory = own.path.parent if own.path is not None else None
+        self.reserve = Reserve(own.path.with_suffix(".reserve")) if own.path is not None else None
+        self._left_alone: set[Path] = set()
+        self._ailing: dict[str, str] = {}  # the spools that need a fresh file, by name, and why
+        self._released: dict[str, Books] = {}
         self._released_duplicates: list[tuple[str, int, int]] = []
 
     def __iter__(self) -> Iterator[Spool]:
@@ -173,16 +235,139 @@ class Spools:
     @property
     def books(self) -> Books:
         """The counters over all of them, those given back included."""
-        return sum((spool.books for spool in self), self._released)
+        return sum((spool.books for spool in self), sum(self._released.values(), Books()))
+
+    def close(self) -> None:
+        """Give them all up."""
+        for spool in self:
+            spool.close()
 
     def release_drained(self) -> None:
         """Let other processes have the adopted spools that hold nothing to send, or to decide about, any more."""
         for spool in self.adopted[:]:
             if not spool.holds_something:
                 self.adopted.remove(spool)
-                self._released += spool.books
+                self._released[spool.name] = spool.books
                 self._released_duplicates += spool.duplicates()
                 spool.close()
+
+    # --- what others left, and damage ---------------------------------------------------------------------------------
+
+    def scan(self) -> list[Notice]:
+        """Look for spools that nobody holds (any more): adopt what has something in it, save what is damaged.
+
+        Bounded work per spool that lives; a drained one that is old enough is removed.
+        """
+        if self.directory is None:
+            return []
+        _finish_what_was_cut_off(self.directory)
+        news: list[Notice] = []
+        held = {spool.path for spool in self} | self._left_alone
+        for path in sorted(self.directory.glob("*.db")):
+            if path not in held:
+                news += self._consider(path)
+        return news
+
+    def _consider(self, path: Path) -> list[Notice]:
+        lock = _lock_of(path)
+        if lock is None:
+            return []  # its owner lives
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock.release)
+            if not path.exists():
+                lock.path.unlink(missing_ok=True)
+                return []
+            books = peek(path)
+            if books is not None and not books.holds_something and not any(inbox.collect(path)):
+                self._remove_if_old(path, lock)
+                return []
+            news: list[Notice] = []
+            try:
+                spool = Spool.open(path, lock)
+            except DamagedError as error:
+                news.append(salvage(path, error.reason))
+                spool = Spool.open(path, lock)
+            except BufferUnusableError as error:
+                if not path.is_dir():
+                    self._left_alone.add(path)
+                    _warn_left_alone(error)
+                    return []
+                news.append(salvage(path, "there is a directory in its place"))
+                spool = Spool.open(path, lock)
+            undo.pop_all()
+        self.adopted.append(spool)
+        self._released.pop(spool.name, None)  # it was held here before, and counts once
+        news += self.examine(spool)
+        news.append(_adoption_of(spool))
+        return news
+
+    def _remove_if_old(self, path: Path, lock: system.KernelLock) -> None:
+        with contextlib.suppress(OSError, sqlite3.Error, BufferUnusableError):
+            if time.time() - path.stat().st_mtime < DRAINED_KEPT_SECONDS:
+                return
+            spool = Spool.open(path, lock)
+            assert self.directory is not None
+            entered = spool.books == Books() or ledger.enter(self.directory, spool.name, path.name, spool.books)
+            if entered and not spool.holds_something:
+                spool.discard()
+            else:
+                spool.close()
+
+    def examine(self, spool: Spool) -> list[Notice]:
+        """After an unclean stop, hold the file against itself, and give it a fresh one if it is damaged."""
+        if spool.was_clean or spool.path is None:
+            return []
+        try:
+            lost = spool.examine(_EXAMINE_SECONDS)
+        except (sqlite3.Error, DamagedError) as error:
+            if not is_damage(error):
+                return []  # the disk: what is damaged is found out when it is read
+            self.suspect(spool, str(error))
+            return self.heal()
+        return [Recounted(spool.path, lost)] if lost else []
+
+    def suspect(self, spool: Spool, reason: str) -> None:
+        """Note that the file of ``spool`` is damaged; :meth:`heal` gives it a fresh one."""
+        self._ailing[spool.name] = reason
+
+    def heal(self) -> list[Notice]:
+        """Give every spool that was found damaged a fresh file. OSError or sqlite3.Error if the disk refuses: again."""
+        news: list[Notice] = []
+        for name, reason in list(self._ailing.items()):
+            spool = self.named(name)
+            if spool is not None:
+                news.append(recover(spool, reason))
+            del self._ailing[name]
+        return news
+
+    def find_damage(self, error: BaseException) -> bool:
+        """Whether some held spool is damaged, which would explain ``error``; it is noted for :meth:`heal`."""
+        for spool in self:
+            if spool.path is None:
+                continue
+            if isinstance(error, DamagedError) and error.path == str(spool.path):
+                self.suspect(spool, error.reason)
+                continue
+            try:
+                spool.rollback()
+                spool.examine(_EXAMINE_SECONDS)
+            except (sqlite3.Error, DamagedError) as found:
+                if is_damage(found):
+                    self.suspect(spool, str(found))
+        if not self._ailing and is_damage(error) and not self.adopted and self.own.path is not None:
+            self.suspect(self.own, str(error))
+        return bool(self._ailing)
+
+    # --- commands from outside ---------------------------------------------------------------------------------------
+
+    def intents(self) -> list[tuple[Spool, Path, Intent]]:
+        """The commands that wait for the owner of the held spools."""
+        return [
+            (spool, file, intent)
+            for spool in self
+            if spool.path is not None
+            for file, intent in inbox.collect(spool.path)
+        ]
 
     def duplicates(self) -> list[tuple[str, int, int]]:
         """The ranges that are second copies, those found by spools given back included."""
@@ -219,13 +404,8 @@ class Spools:
         """The conversations known to be full."""
         return {conversation for spool in self for conversation in spool.sealed_lanes()}
 
-    def next_seq(self, conversation: str) -> int | None:
-        """Where the conversation's next item should land, by the latest news; None if nothing was ever sent."""
-        known = [seq for spool in self if (seq := spool.lane(conversation).next_seq) is not None]
-        return max(known, default=None)
-
-    def waiting(self, conversation: str, position: int) -> tuple[int | None, list[bytes]] | None:
-        """:meth:`next_seq`, and the bodies of all that waits for the conversation, in order.
+    def waiting(self, conversation: str, position: int) -> tuple[LaneFacts, list[bytes]] | None:
+        """What is known of the conversation, by the latest news, and the bodies of all that waits for it, in order.
 
         None if something is known to be acknowledged at or behind ``position``: who read so far has not read it all.
         """
@@ -233,11 +413,20 @@ class Spools:
             return None
         # Merged and not sorted: a clock that was set back must not change the order within a spool.
         rows = heapq.merge(*(spool.pending(conversation) for spool in self), key=lambda row: row.stored_at)
-        return self.next_seq(conversation), [row.body for row in rows]
+        unstored = [row.body for row in self.unstored if row.conversation == conversation]
+        facts = [facts for spool in self if (facts := spool.lane(conversation)).next_seq is not None]
+        latest = max(facts, key=lambda lane: lane.next_seq or 0, default=LaneFacts())
+        return latest._replace(shared=latest.shared or len(facts) > 1), [*(row.body for row in rows), *unstored]
+
+    def oldest_pending(self) -> int | None:
+        """When the oldest pending batch was stored, in microseconds since 1970."""
+        return min((when for spool in self if (when := spool.oldest_pending()) is not None), default=None)
 
     def marks(self) -> dict[str, int]:
         """Where each spool ends now, for :meth:`drained_to`."""
-        return {spool.name: spool.books.next_id for spool in self}
+        marks = {spool.name: spool.books.next_id for spool in self}
+        marks[self.own.name] = max([marks[self.own.name], *(row.id + 1 for row in self.unstored)])
+        return marks
 
     def drained_to(self, marks: dict[str, int]) -> bool:
         """Whether nothing is pending that was there when ``marks`` were taken."""
@@ -245,7 +434,8 @@ class Spools:
             first = spool.first_pending_id()
             if first is not None and first < marks.get(spool.name, 0):
                 return False
-        return True
+        mark = marks.get(self.own.name, 0)
+        return not any(row.id < mark for row in self.unstored)
 
     def outcome(self, spool_name: str, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
         """The acknowledged range of a batch, or the record of the error that refused it; None while it is pending.
@@ -254,10 +444,34 @@ class Spools:
         """
         spool = self.named(spool_name)
         if spool is None:
-            raise ClosedError("the batch is in another process's buffer, or its buffer was drained and given back")
+            # Another process's: what it has settled can be read all the same.
+            files = self.directory.glob("*.db") if self.directory is not None else ()
+            found = next((found for path in files if (found := peek_outcome(path, spool_name, row_id))), None)
+            if found is None:
+                raise ClosedError("the batch is in another process's buffer, or its buffer was drained and removed")
+            return found
+        if spool is self.own and any(row.id == row_id for row in self.unstored):
+            return None
         found = spool.outcome(row_id)
         if found is None and not spool.is_pending(row_id):
             raise MemlogError(
                 "the outcome of this batch is no longer kept: it was settled long ago, requeued, or dropped"
             )
         return found
+
+
+def _finish_what_was_cut_off(directory: Path) -> None:
+    for path in unfinished(directory):
+        lock = _lock_of(path)
+        if lock is not None:
+            try:
+                finish(path)
+            finally:
+                lock.release()
+
+
+def _adoption_of(spool: Spool) -> Adopted:
+    assert spool.path is not None
+    logger.info("memlog: adopted %s with %d item(s) to send", spool.path, spool.books.pending_items)
+    waiting = frozenset(spool.lanes(inherited=True))
+    return Adopted(spool.path, spool.books.pending_items, waiting, frozenset(spool.sealed_lanes()))

@@ -13,9 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import inspect
 import logging
-import os
 import queue
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,13 +79,7 @@ class Engine:
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            with contextlib.suppress(Exception):
-                self.loop.run_until_complete(_end_tasks())
-                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
+        self.loop.run_forever()
 
     def is_here(self) -> bool:
         """Whether the caller runs in the engine's thread."""
@@ -119,22 +111,10 @@ class Engine:
             raise
 
     def stop(self, timeout: float) -> None:
-        """End the thread; what runs there is cancelled."""
+        """End the thread, with the process: what runs there stays as it is, and who waits for it is not woken."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout)
-
-
-async def _end_tasks() -> None:
-    """Cancel what runs in this loop and see it end, or the interpreter complains about each of them."""
-    await asyncio.sleep(0)
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        # Not one that has not begun: a task group's would leave its coroutine unawaited, and the group cancels it.
-        if inspect.getcoroutinestate(task.get_coro()) != inspect.CORO_CREATED:  # type: ignore[arg-type] - they all are
-            task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_STOP_SECONDS / 2)
 
 
 async def _as_coroutine(function: Callable[..., Awaitable[T]], args: Any, options: Any) -> T:
@@ -178,29 +158,27 @@ class _Process:
     """What this process has running. Replaced whole in a forked child, where the threads do not exist."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.lock = threading.RLock()
         self.engine: Engine | None = None
         self.callbacks: Callbacks | None = None
 
 
 _process = _Process()
-_child_lock = threading.Lock()  # for the first use in a forked child only, so that no fork finds it held
 
 
-def _here() -> _Process:
+def _after_fork_in_child() -> None:
+    # In the hook and not at the first use: several threads may come first, and a lock may have been inherited locked.
     global _process  # noqa: PLW0603 - threads belong to a process, and so does this
-    if _process.pid != os.getpid():
-        with _child_lock:
-            if _process.pid != os.getpid():
-                system.park(_process)  # its loop and sockets are the parent's
-                _process = _Process()
-    return _process
+    system.park(_process)  # its loop and sockets are the parent's
+    _process = _Process()
+
+
+system.at_fork(in_child=_after_fork_in_child)
 
 
 def running() -> Engine:
     """This process's engine, started if need be."""
-    process = _here()
+    process = _process
     with process.lock:
         if process.engine is None or not process.engine.thread.is_alive():
             process.engine = Engine()
@@ -209,7 +187,7 @@ def running() -> Engine:
 
 def callbacks() -> Callbacks:
     """This process's callback thread, started if need be."""
-    process = _here()
+    process = _process
     with process.lock:
         if process.callbacks is None or not process.callbacks.thread.is_alive():
             process.callbacks = Callbacks()
@@ -219,8 +197,10 @@ def callbacks() -> Callbacks:
 @atexit.register
 def _stop() -> None:
     # Runs after every exit hook registered later, which is those of the logs: by now all that was accepted is stored.
-    process = _here()
-    if process.engine is not None:
-        process.engine.stop(_STOP_SECONDS)
+    process = _process
     if process.callbacks is not None:
         process.callbacks.stop(_STOP_SECONDS)
+    if process.engine is not None:
+        process.engine.stop(_STOP_SECONDS)
+        system.park(process)
+    system.keep_parked()

@@ -214,14 +214,23 @@ class ResponseTooLargeError(TransientError):
 
 
 class BufferFullError(MemlogError):
-    """Nothing was stored: ``bytes`` of at most ``limit`` bytes are held, ``what`` is "unstored", "disk" or "memory"."""
+    """Nothing was stored: ``bytes`` of at most ``limit`` bytes are held, ``what`` is "unstored", "disk" or "memory".
 
-    def __init__(self, what: Literal["unstored", "disk", "memory"], bytes: int, limit: int, **details: Any) -> None:  # noqa: A002 - the public name of the attribute
-        where = {"unstored": "waiting for the disk", "disk": "on disk", "memory": "in memory"}[what]
-        super().__init__(
-            f"the buffer is full: {bytes:,} bytes {where}, at most {limit:,}; nothing of this append was stored",
-            **details,
-        )
+    ``what`` is "device" if there is no room left on the disk itself, whoever took it; ``limit`` is 0 then.
+    """
+
+    def __init__(
+        self,
+        what: Literal["unstored", "disk", "memory", "device"],
+        bytes: int,  # noqa: A002 - the public name of the attribute
+        limit: int,
+        **details: Any,
+    ) -> None:
+        where = {"unstored": "waiting for the disk", "disk": "on disk", "memory": "in memory", "device": ""}[what]
+        held = f"the buffer is full: {bytes:,} bytes {where}, at most {limit:,}"
+        if what == "device":
+            held = f"the disk is full: it has no room beyond the {bytes:,} bytes that wait"
+        super().__init__(f"{held}; nothing of this append was stored", **details)
         self.what = what
         self.bytes = bytes
         self.limit = limit

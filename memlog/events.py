@@ -12,6 +12,7 @@ from typing import Literal
 logger = logging.getLogger("memlog")
 
 EventKind = Literal[
+    "stored",  # batches are on this machine's disk: conversation_id, items
     "acknowledged",  # a request was taken: conversation_id, items, first_seq, last_seq
     "refused",  # a batch became a dead letter: conversation_id, items, error
     "sealed",  # the conversation is full; what waited became dead letters: conversation_id, items, error
@@ -23,12 +24,17 @@ EventKind = Literal[
     "blocked",  # nothing moves until an operator acts: reason, error
     "waiting",  # the server cannot be reached, or asked for a pause: reason, error
     "ok",  # after blocked or waiting: batches are acknowledged again
+    "adopted",  # what another process left is sent from here now: items, reason
+    "degraded",  # a damaged file was replaced; nothing that its books know of is missing: items, reason
+    "lost",  # a damaged file did not hold everything any more: items, reason
     "disk_trouble",  # the disk takes no commits: reason
     "disk_ok",  # it does again
 ]
 
 _LEVELS: dict[EventKind, int] = {
+    "stored": logging.DEBUG,
     "acknowledged": logging.DEBUG,
+    "adopted": logging.INFO,
     "ok": logging.INFO,
     "disk_ok": logging.INFO,
 }
@@ -58,6 +64,7 @@ def _sentence(event: Event) -> str:
     why = event.reason or str(event.error)
     span = f"{event.first_seq} to {event.last_seq}"
     return {
+        "stored": f"{where}: {event.items} item(s) stored",
         "acknowledged": f"{where}: {event.items} item(s) acknowledged as {span}",
         "refused": f"{where}: {event.items} item(s) refused and kept as a dead letter: {why}",
         "sealed": f"{where} is full; {event.items} waiting item(s) are kept as dead letters, further appends raise",
@@ -69,6 +76,9 @@ def _sentence(event: Event) -> str:
         "blocked": f"sending is blocked, everything is kept: {why}",
         "waiting": f"sending waits, everything is kept: {why}",
         "ok": "sending again",
+        "adopted": f"{event.items} item(s) that another process left are sent from here: {why}",
+        "degraded": f"a file of the buffer was damaged; {event.items} item(s) in it go on: {why}",
+        "lost": f"{event.items} item(s) of the buffer are lost: {why}",
         "disk_trouble": f"the disk takes no commits; items wait in memory: {why}",
         "disk_ok": "the disk takes commits again",
     }[event.kind]

@@ -18,6 +18,7 @@ from memlog.limits import CONVERSATION_ITEMS_MAX
 from memlog.payload import Batch, check_conversation_id, encode, encode_batch, encode_batches
 from memlog.replay import Pending, Replay
 from memlog.retry import RetryPolicy
+from memlog.stamps import STAMP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -98,6 +99,9 @@ class Conversation:
         InvalidItemError or TooLargeError (the caller's own mistake), BufferFullError, ConversationFullError (known to
         be full: go on in a new conversation), ClosedError, BufferUnusableError.
         """
+        if self._core.settings.stamp:
+            part = encode(item, to_stamp=True)
+            return self._put([Batch(b"", 1, len(part) + STAMP_BYTES, [part])])
         body = encode(item)
         return self._put([Batch(body, 1, len(body))])
 
@@ -107,7 +111,8 @@ class Conversation:
         A batch is 1 to 250 items and at most 1 MiB. With ``atomic=False`` more is cut into batches of that size under
         one receipt: stored together, sent one after the other. Raises as :meth:`append`, with nothing stored.
         """
-        return self._put([encode_batch(items)] if atomic else encode_batches(items))
+        stamp = self._core.settings.stamp
+        return self._put([encode_batch(items, to_stamp=stamp)] if atomic else encode_batches(items, to_stamp=stamp))
 
     def _put(self, batches: list[Batch]) -> Receipt:
         if self._log.closed:
@@ -118,15 +123,18 @@ class Conversation:
         self._core.buffer.put(receipt, sum([batch.size for batch in batches]))
         return receipt
 
-    def replay(self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True) -> Replay:
+    def replay(
+        self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True, raw: bool = False
+    ) -> Replay:
         """The conversation from ``offset`` on: ``async for item in chat.replay()``. See :class:`Replay`.
 
         Items that are only on this machine come last, with ``seq`` and ``recorded_at`` None, unless
-        ``include_pending`` is false.
+        ``include_pending`` is false. Stamps are removed, and further copies of stamped items passed over, unless
+        ``raw``.
         """
         self._log.refuse_closed()
         pending = self._pending if include_pending else None
-        return Replay(self._page, offset=offset, limit=limit, pending=pending)
+        return Replay(self._page, offset=offset, limit=limit, pending=pending, raw=raw)
 
     async def recall(self, limit: int = 100, *, include_pending: bool = True) -> list[Item]:
         """The newest ``limit`` (1 to 1000) items, oldest of them first, over what is pending too.
@@ -141,7 +149,8 @@ class Conversation:
             # The newest one says where the log ends; the pages of a replay get as small as they have to.
             newest = await self._core.read(lambda client: client.recall_memory(self.id, 1))
             items, start = [], max(0, _end_of(newest) - limit)
-        return [*items, *[item async for item in self.replay(start, include_pending=include_pending)]][-limit:]
+        pending = self._pending if include_pending else None
+        return [item async for item in Replay(self._page, offset=start, pending=pending, begin=items)][-limit:]
 
     async def _page(self, offset: int, size: int) -> list[Item]:
         return await self._core.read(lambda client: client.replay_memory(self.id, offset, size))
@@ -281,7 +290,8 @@ def open_log(
         timeout: seconds for one request.
         retry: patience of reads, and the pace of sending; see :class:`RetryPolicy`.
         limits: what the buffer may hold; see :class:`BufferLimits`.
-        stamp: not available yet; True raises ValueError.
+        stamp: mark each item, under a key ``_memlog`` of its own (56 bytes, counted), so that reading passes over
+            copies even where several writers share a conversation. Items that have the key themselves are refused.
         on_event: called with each :class:`memlog.events.Event` in a thread of its own. Its exceptions are logged.
         allow_insecure: permit Basic credentials over plain http beyond this machine.
         transport: an ``httpx.AsyncBaseTransport`` instead of the network, for tests.
@@ -297,9 +307,6 @@ def open_log(
     if not url:
         msg = "no server: pass url= or set MEMLOG_URL"
         raise ValueError(msg)
-    if stamp:
-        msg = "stamp=True is not available in this version"
-        raise ValueError(msg)
     if auth is None and (text := os.environ.get("MEMLOG_AUTH")):
         user, colon, password = text.partition(":")
         if not colon:
@@ -314,6 +321,7 @@ def open_log(
         timeout=timeout,
         retry=retry,
         limits=limits,
+        stamp=stamp,
         on_event=on_event,
         allow_insecure=allow_insecure,
         transport=transport,

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
+from memlog import stamps
 from memlog.errors import InvalidConversationIdError, InvalidItemError, TooLargeError
 from memlog.limits import (
     BATCH_BYTES_MAX,
@@ -86,7 +87,7 @@ def check_conversation_id(value: object) -> str:
 # -- one item --------------------------------------------------------------------------------------------------------
 
 
-def encode(item: ItemLike) -> bytes:
+def encode(item: ItemLike, *, to_stamp: bool = False) -> bytes:
     """The item as compact UTF-8 JSON without ASCII escaping, taken now: changing the item later changes nothing.
 
     What is accepted comes back equal, type for type: objects with string keys, lists, strings, integers of up to 4,300
@@ -97,7 +98,7 @@ def encode(item: ItemLike) -> bytes:
         InvalidItemError: anything else; it names the JSON path and the reason, never a value.
         TooLargeError: more than 256 KiB. Beyond 262,144 values ``size`` is the least that they would take.
     """
-    return _encode_item(item, "$")
+    return _encode_item(item, "$", stamps.STAMP_BYTES if to_stamp else 0)
 
 
 def dumps(value: object) -> bytes:
@@ -146,16 +147,18 @@ class Batch:
     """Items that are stored, sent, acknowledged and refused together.
 
     ``body`` is their JSON joined by commas, without brackets; ``size`` the sum of their bytes, commas not counted: what
-    the contract limits.
+    the contract limits. ``parts``, in a log that stamps: the items one by one instead, which get their stamps, counted
+    in ``size`` already, together with their number in the buffer.
     """
 
     body: bytes = field(repr=False)
     items: int
     size: int
+    parts: list[bytes] | None = field(default=None, repr=False)
 
 
-def encode_batch(items: Iterable[ItemLike]) -> Batch:
-    """All of the items as one batch.
+def encode_batch(items: Iterable[ItemLike], *, to_stamp: bool = False) -> Batch:
+    """All of the items as one batch; ``to_stamp`` leaves room for stamps.
 
     Raises:
         InvalidItemError, TooLargeError: as :func:`encode`, the path beginning with ``$.items[2]``; also for a count
@@ -164,30 +167,32 @@ def encode_batch(items: Iterable[ItemLike]) -> Batch:
     items = list(items)
     if not 1 <= len(items) <= ITEMS_PER_BATCH_MAX:
         raise TooLargeError("count", len(items), ITEMS_PER_BATCH_MAX)
-    encoded = [_encode_item(item, f"$.items[{index}]") for index, item in enumerate(items)]
-    batch = _join(encoded)
+    reserve = stamps.STAMP_BYTES if to_stamp else 0
+    encoded = [_encode_item(item, f"$.items[{index}]", reserve) for index, item in enumerate(items)]
+    batch = _join(encoded, reserve)
     if batch.size > BATCH_BYTES_MAX:
         raise TooLargeError("batch", batch.size, BATCH_BYTES_MAX)
     return batch
 
 
-def encode_batches(items: Iterable[ItemLike]) -> list[Batch]:
+def encode_batches(items: Iterable[ItemLike], *, to_stamp: bool = False) -> list[Batch]:
     """The items in order, cut into batches that the contract allows, each as full as it gets.
 
     Raises:
         InvalidItemError, TooLargeError: as :func:`encode_batch`, for one item or for none at all. Either all of the
             items come back or nothing does.
     """
-    encoded = [_encode_item(item, f"$.items[{index}]") for index, item in enumerate(items)]
+    reserve = stamps.STAMP_BYTES if to_stamp else 0
+    encoded = [_encode_item(item, f"$.items[{index}]", reserve) for index, item in enumerate(items)]
     if not encoded:
         raise TooLargeError("count", 0, ITEMS_PER_BATCH_MAX)
-    sizes = [(1, len(data)) for data in encoded]
+    sizes = [(1, len(data) + reserve) for data in encoded]
     batches: list[Batch] = []
     start = 0
     while start < len(encoded):
         # No more than one batch can hold is looked at, so that a long list costs one pass.
         end = start + pack(sizes[start : start + ITEMS_PER_BATCH_MAX])
-        batches.append(_join(encoded[start:end]))
+        batches.append(_join(encoded[start:end], reserve))
         start = end
     return batches
 
@@ -222,18 +227,27 @@ def pack(
     return fitting
 
 
-def _join(encoded: list[bytes]) -> Batch:
-    return Batch(b",".join(encoded), len(encoded), sum(map(len, encoded)))
+def _join(encoded: list[bytes], reserve: int) -> Batch:
+    size = sum(map(len, encoded)) + reserve * len(encoded)
+    return Batch(b"", len(encoded), size, encoded) if reserve else Batch(b",".join(encoded), len(encoded), size)
 
 
 # -- the two readings ------------------------------------------------------------------------------------------------
 
 
-def _encode_item(item: object, root: str) -> bytes:
-    data = _encode_value(item if type(item) is dict else _as_dict(item, root), root)
-    if len(data) > ITEM_BYTES_MAX:
-        raise TooLargeError("item", len(data), ITEM_BYTES_MAX)
+def _encode_item(item: object, root: str, reserve: int = 0) -> bytes:
+    value = item if type(item) is dict else _as_dict(item, root)
+    if stamps.KEY in value and (reserve or _resembles_a_stamp(value[stamps.KEY])):
+        raise InvalidItemError(f"{root}.{stamps.KEY}", "this key is memlog's own")
+    data = _encode_value(value, root)
+    if len(data) + reserve > ITEM_BYTES_MAX:
+        raise TooLargeError("item", len(data) + reserve, ITEM_BYTES_MAX)
     return data
+
+
+def _resembles_a_stamp(value: object) -> bool:
+    # Reading would take it for one and remove it.
+    return isinstance(value, dict) and value.keys() == {"w", "n"}
 
 
 def _encode_value(value: object, root: str) -> bytes:

@@ -7,15 +7,16 @@ nothing, and iterating again goes on where it stopped. The end is a page shorter
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
-from memlog import limits
+from memlog import limits, stamps
 from memlog.errors import ResponseTooLargeError
 from memlog.models import HistoryEvent, Item
-from memlog.reconcile import explain
+from memlog.reconcile import Batches, explain, key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
 __all__ = ["History", "Pending", "Replay"]
 
@@ -71,16 +72,18 @@ class _Pages(Generic[T]):
 
     def _take(self) -> T | None:
         """The next entry, if it is here already."""
-        if not self._ready or self._left == 0:
-            return None
-        entry = self._ready.popleft()
-        self._hand_over(entry)
-        if self._left is not None:
-            self._left -= 1
-        return entry
+        while self._ready and self._left != 0:
+            entry = self._hand_over(self._ready.popleft())
+            if entry is not None:
+                if self._left is not None:
+                    self._left -= 1
+                return entry
+        return None
 
-    def _hand_over(self, entry: T) -> None:
+    def _hand_over(self, entry: T) -> T | None:
+        """The entry as the reader sees it; None to pass over it."""
         self._handed = self._after(entry)
+        return entry
 
     async def _advance(self) -> bool:
         """Fetch more; False at the end."""
@@ -108,19 +111,22 @@ class _Pages(Generic[T]):
 class Pending(NamedTuple):
     """What waits to be sent to a conversation: payloads by batch, and ``start``, where the first item should land.
 
-    ``start`` is None if nothing of it was ever sent.
+    ``start`` is None if nothing of it was ever sent, or nobody can tell. ``echoes`` as in LaneFacts.
     """
 
     start: int | None
     batches: list[list[dict[str, Any]]]
+    echoes: tuple[Batches, ...] = ()
 
 
 class Replay(_Pages[Item]):
     """A conversation from ``offset`` on, oldest item first: ``async for item in replay``.
 
     First everything the server holds, verified to be gapless; then, with ``pending``, what is only on this machine, as
-    items with ``seq=None``. Each item comes once, whatever is acknowledged meanwhile. ``limit`` bounds the number of
-    items. Waiting for a page is the only await: cancelled there, the same object goes on from ``next_offset``.
+    items with ``seq=None``. Each item comes once, whatever is acknowledged meanwhile. Stamped items come without their
+    stamp, and once however often the log holds them, unless ``raw``. ``limit`` bounds the number of items.
+
+    Waiting for a page is the only await: cancelled there, the same object goes on from ``next_offset``.
 
     Raises, from a :class:`~memlog.MemoryLog`: MemoryUnavailableError if the server cannot be read (which is not an end
     of the log), AuthenticationError, SequenceError if the server's numbering contradicts the contract,
@@ -134,20 +140,32 @@ class Replay(_Pages[Item]):
         offset: int = 0,
         limit: int | None = None,
         pending: Callable[[int], Awaitable[Pending | None]] | None = None,
+        raw: bool = False,
+        begin: Iterable[Item] = (),
     ) -> None:
         super().__init__(
             fetch, _behind_item, position=offset, limit=limit, page=(_FIRST_PAGE_ITEMS, limits.PAGE_ITEMS_MAX)
         )
         self._pending = pending
+        self._raw = raw
+        self._seen: dict[str, int] = {}  # the highest number of each writer
+        self._ready.extend(begin)
 
     @property
     def next_offset(self) -> int:
         """Where to go on: behind the last item of the log that was handed over."""
         return self._handed
 
-    def _hand_over(self, entry: Item) -> None:
+    def _hand_over(self, entry: Item) -> Item | None:
         if entry.seq is not None:
             self._handed = entry.seq + 1
+        stamp = None if self._raw else stamps.read(entry.payload)
+        if stamp is None:
+            return entry
+        if stamp.number <= self._seen.get(stamp.writer, -1):
+            return None  # another copy, or the original of one that was sent from here and is still thought to wait
+        self._seen[stamp.writer] = stamp.number
+        return replace(entry, payload=stamps.without(entry.payload))
 
     async def _advance(self) -> bool:
         while True:
@@ -173,7 +191,9 @@ class Replay(_Pages[Item]):
         count = self._position - waiting.start
         if count > limits.PAGE_ITEMS_MAX:
             return 0
-        found = explain(waiting.batches, await self._fetch(waiting.start, count), waiting.start)
+        keys = [[key(payload) for payload in batch] for batch in waiting.batches]
+        there = await self._fetch(waiting.start, count)
+        found = explain(keys, there, waiting.start, echoes=waiting.echoes)
         return 0 if found is None else found.batches
 
 

@@ -35,8 +35,10 @@ class FlushReport:
 class Statistics:
     """A log at one moment. ``state``: ``ok``, ``waiting`` (goes on by itself), ``blocked`` (an operator must act).
 
-    The books, over the files this log holds: stored = acknowledged + pending + refused + dropped, in items as in
-    batches. ``unstored_bytes`` are accepted and not yet on disk. Traffic counts since the log was opened.
+    The books, over the files this log holds: stored = acknowledged + pending + refused + dropped + forgotten + lost, in
+    items as in batches. Lost is what a damaged file did not give back. ``unstored_bytes`` are accepted and not yet on
+    disk. ``oldest_pending_seconds`` is how long the oldest of what is pending waits, None if nothing is; ``spools`` is
+    the number of files held. Traffic counts since the log was opened.
     """
 
     state: State
@@ -56,6 +58,12 @@ class Statistics:
     requests_sent: int
     requests_in_flight: int
     duplicate_items: int
+    forgotten_items: int = 0
+    lost_items: int = 0
+    forgotten_batches: int = 0
+    lost_batches: int = 0
+    oldest_pending_seconds: float | None = None
+    spools: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,9 @@ class RetryPolicy:
         delay_max: where the doubling ends.
         blocked_delay: time between two probes while waiting cannot help, such as a wrong password or address.
         requests_in_flight: requests that a log has under way at the same time, over all conversations.
+        poison_answers: how often a batch of a log, sent alone, must meet the same unknown answer to become a dead
+            letter; an answer counts only if another batch was acknowledged since the last one.
+        poison_seconds: over how long.
 
     Raises:
         ValueError: a value that cannot be meant; it names the field and the value.
@@ -78,6 +81,8 @@ class RetryPolicy:
     delay_max: float = 30.0
     blocked_delay: float = 30.0
     requests_in_flight: int = 8
+    poison_answers: int = 20
+    poison_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         _require("attempts", self.attempts, self.attempts is None or _is_count(self.attempts), "at least 1, or None")
@@ -89,6 +94,8 @@ class RetryPolicy:
             "delay_max", self.delay_max, self.delay_max >= self.delay_min, f"at least delay_min={self.delay_min!r}"
         )
         _require("requests_in_flight", self.requests_in_flight, _is_count(self.requests_in_flight), "at least 1")
+        _require("poison_answers", self.poison_answers, _is_count(self.poison_answers), "at least 1")
+        _require("poison_seconds", self.poison_seconds, _is_time(self.poison_seconds), "0 or more seconds")
 
     def delay(self, n: int, random: Callable[[], float] = _random) -> float:
         """Seconds to wait after ``n`` failures in a row, anywhere up to a bound that doubles each time (full jitter).

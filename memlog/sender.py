@@ -9,7 +9,7 @@ behind it one request probes, and success opens it step by step.
 
 What a failure means is decided by :func:`memlog.retry.classify`; what it takes to act on it stands in ``_failed``: one
 odd answer neither stops a site nor makes a dead letter. After an unknown outcome the log is read before anything is
-sent again (:mod:`memlog.reconcile`).
+sent again (:mod:`memlog.readback`).
 
 Lives in the engine's loop. Knows the buffer, the client and the clock; nothing of logs, receipts or callers.
 """
@@ -22,17 +22,17 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from memlog import limits
 from memlog.errors import (
     ClosedError,
     ConnectionFailedError,
     ConversationFullError,
+    InvalidRequestError,
     MemlogError,
     PermanentError,
     ProtocolError,
-    ResponseTooLargeError,
     TimedOutError,
     TooLargeError,
     TransientError,
@@ -40,8 +40,10 @@ from memlog.errors import (
 )
 from memlog.events import Event, EventKind
 from memlog.payload import decode_items
-from memlog.reconcile import explain
-from memlog.retry import NO_RETRY, Verdict, classify
+from memlog.readback import Readback, Reset, keys_of
+from memlog.reconcile import Explanation, key
+from memlog.retry import Verdict, classify
+from memlog.spool import LaneFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,11 +52,10 @@ if TYPE_CHECKING:
     from memlog.buffer import Buffer
     from memlog.client import Client
     from memlog.directory import Spools
-    from memlog.models import Ack, Item
-    from memlog.reconcile import Explanation
+    from memlog.models import Ack
     from memlog.report import State
     from memlog.retry import RetryPolicy
-    from memlog.spool import Row
+    from memlog.spool import Row, Spool
 
 logger = logging.getLogger("memlog")
 
@@ -63,8 +64,8 @@ T = TypeVar("T")
 _REFUSALS_IN_A_ROW = 3
 _SAME_ANSWERS = 2
 _HELD_AFTER = 3  # a failure or two are a hiccup, not a state
-_READ_BACK_ITEMS = limits.PAGE_ITEMS_MAX
-_SHARED_KEPT = 10_000  # conversations of which it was told already that they have several writers
+_DOUBTS_MAX = 3  # acknowledgements that name a wrong range, in a row, before one is taken as it is
+_ECHO_SECONDS = 600.0  # how long a request that was sent again may still arrive from its first sending
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -72,15 +73,29 @@ class Lane:
     """What is known of one conversation while it has something to send."""
 
     conversation: str
-    next_seq: int | None = None  # where its next item should land; None: not known yet
+    facts: LaneFacts = field(default_factory=LaneFacts)  # of the spool that its request is from
     suspect: bool = False  # something of it may have been sent without our seeing the answer
+    inherited: set[str] = field(default_factory=set)  # the spools whose rows from earlier owners were looked for
     request: list[Row] | None = None  # its composition is frozen until its outcome is known
     batches_max: int = limits.ITEMS_PER_BATCH_MAX
     failures: int = 0
     answers: tuple[int, str, int] | None = None  # row, answer and how often, while a single batch is being refused
+    doubts: int = 0
+    poison: Poison | None = None
     held: bool = False
     generation: int = 0  # of the gate, when its last request left
     state: Literal["idle", "ready", "busy", "busy_and_woken", "waiting"] = "ready"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Poison:
+    """A batch that meets the same answer again and again while others are taken."""
+
+    row_id: int
+    answer: str
+    since: float
+    taken: int  # how many requests had been acknowledged when it was last counted
+    count: int = 1
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -120,6 +135,7 @@ class Traffic:
     """Counters since the log was opened in this process."""
 
     requests_sent: int = 0
+    requests_acknowledged: int = 0
     acknowledged_items: int = 0
     refused_items: int = 0
     duplicate_items: int = 0
@@ -136,6 +152,7 @@ class Sender:
     resolved: Callable[[str, Iterable[int]], None]
     sealed: set[str]
     gate: Gate = field(init=False)
+    readback: Readback = field(init=False)
     traffic: Traffic = field(default_factory=Traffic)
     in_flight: int = 0
     _lanes: dict[str, Lane] = field(default_factory=dict)
@@ -143,7 +160,6 @@ class Sender:
     _troubled: deque[Lane] = field(default_factory=deque)
     _troubled_in_flight: int = 0
     _refusals: int = 0
-    _shared: set[str] = field(default_factory=set)
     _defects: set[type[Exception]] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,6 +167,7 @@ class Sender:
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.policy.requests_in_flight, width=self.policy.requests_in_flight)
+        self.readback = Readback(self.client)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -280,13 +297,15 @@ class Sender:
             return False
         lane.request = rows
         try:
-            start = await self._start_of(lane, rows[0])
-            if lane.suspect and await self._landed_before(lane, rows, start):
-                return True
+            await self._find_end(lane, rows[0])
+            if lane.suspect:
+                if await self._settle(lane, rows):
+                    return True
+                rows = lane.request = rows[: lane.batches_max]  # it is not there: compose anew, where that helps
             lane.suspect = True  # until its outcome is known
             ack = await self._append(lane, rows)
             if ack is not None:
-                await self._acknowledge(lane, rows, await self._check(lane, rows, start, ack))
+                await self._acknowledge(lane, rows, await self._check(lane, rows, ack))
         except ClosedError:
             raise
         except MemlogError as error:
@@ -309,144 +328,168 @@ class Sender:
     # --- what is sent, and where it should land --------------------------------------------------------------------
 
     async def _fetch(self, lane: Lane) -> list[Row]:
-        def read(spools: Spools) -> tuple[list[Row], int | None]:
+        def read(spools: Spools) -> tuple[list[Row], LaneFacts]:
             rows = spools.next_request(
                 lane.conversation,
                 batches_max=lane.batches_max,
                 items_max=limits.ITEMS_PER_BATCH_MAX,
                 bytes_max=limits.BATCH_BYTES_MAX,
             )
-            return rows, spools.next_seq(lane.conversation)
+            if not rows:
+                return [], LaneFacts()
+            first, spool = rows[0], rows[0].spool
+            if first.id < spool.opened_at and spool.name not in lane.inherited:
+                # Its earlier owner may have sent it: looked for once, also where it was adopted while this runs.
+                lane.inherited.add(spool.name)
+                lane.suspect = True
+            facts = spool.lane(lane.conversation)
+            # Another spool that sent to the conversation is another writer, even if it is held here by now.
+            others = [spool.lane(lane.conversation) for spool in spools if spool is not rows[0].spool]
+            return rows, facts._replace(shared=facts.shared or any(other.next_seq is not None for other in others))
 
-        rows, next_seq = await _await(self.buffer.run(read))
-        if lane.next_seq is None:
-            lane.next_seq = next_seq
+        rows, lane.facts = await _await(self.buffer.run(read))
         return rows
 
-    async def _start_of(self, lane: Lane, row: Row) -> int:
-        """Where the lane's next item should land. Found and stored before the first request of a lane is sent.
+    async def _find_end(self, lane: Lane, row: Row) -> None:
+        """Know where the lane's next item should land; found and stored before its first request is sent.
 
         Without it a request that was cut off could never be told from one that did not arrive.
         """
-        if lane.next_seq is None:
-            length = await self._length(lane.conversation)
-            await self._note(row, next_seq=length)
-            lane.next_seq = length
+        if lane.facts.next_seq is None:
+            await self._note_end(lane, row, await self.readback.length(lane.conversation))
             lane.suspect = False  # never sent: this would be known
-        return lane.next_seq
 
-    async def _length(self, conversation: str) -> int:
-        """How long the conversation is on the server, in about 2 log2(length) reads of one item."""
-
-        async def holds(seq: int) -> bool:
-            return bool(await self._read(conversation, seq, 1))
-
-        if not await holds(0):
-            return 0
-        last, step = 0, 1
-        while await holds(last + step):
-            last += step
-            step *= 2
-        missing = last + step
-        while missing - last > 1:
-            middle = (last + missing) // 2
-            last, missing = (middle, missing) if await holds(middle) else (last, middle)
-        return missing
-
-    async def _read(self, conversation: str, offset: int, limit: int) -> list[Item]:
-        return await self.client.replay_memory(conversation, offset, limit, retry=NO_RETRY)
-
-    async def _note(self, row: Row, *, next_seq: int) -> None:
+    async def _note_end(self, lane: Lane, row: Row, next_seq: int) -> None:
         def write(_: Spools) -> None:
             row.spool.begin()
-            row.spool.note_lane(row.conversation, next_seq=next_seq)
+            row.spool.note_end(row.conversation, next_seq, None)
 
         await _await(self.buffer.run(write, writes=True))
+        lane.facts = lane.facts._replace(next_seq=next_seq, anchor=None)
 
     # --- outcomes --------------------------------------------------------------------------------------------------
 
-    async def _landed_before(self, lane: Lane, rows: list[Row], start: int) -> bool:
-        """Read the log's tail: whether some of ``rows`` is there already, and is acknowledged now."""
-        tail = await self._tail(lane, start, _READ_BACK_ITEMS)
-        found = None if tail is None or len(tail) == _READ_BACK_ITEMS else _explain(rows, tail, start)
+    async def _settle(self, lane: Lane, rows: list[Row]) -> bool:
+        """Read the log back: whether some of ``rows`` is there already, and is acknowledged now.
+
+        If not they are sent again, which is remembered first: the earlier sending may still arrive.
+        """
+        found = await self.readback.landed(lane.conversation, lane.facts, rows)
         lane.suspect = False
-        if found is None:
-            reason = "the outcome of a request is unknown, and somebody else appended behind it"
+        if isinstance(found, Reset):
+            self._tell_reset(lane, f"it holds {found.length} items, and not the last one that was acknowledged")
+            await self._note_end(lane, rows[0], found.length)
+        elif found is None:
+            reason = "the outcome of a request is unknown, and the log does not tell: somebody else appends, too"
             self._tell("possible_duplicate", conversation_id=lane.conversation, reason=reason)
-            return False
-        if found.batches == 0:
-            return False
-        await self._acknowledge(lane, rows, found)
-        return True
+        elif found.batches:
+            await self._acknowledge(lane, rows, found)
+            return True
+        elif found.duplicates:
+            await self._note_duplicates(lane, rows[0].spool, found)
+        keys = keys_of(rows)
 
-    async def _tail(self, lane: Lane, start: int, limit: int) -> list[Item] | None:
-        """``limit`` items of the log from ``start``, or fewer at its end; None if that is more than an answer holds."""
+        def write(_: Spools) -> None:
+            rows[0].spool.begin()
+            rows[0].spool.note_echo(lane.conversation, keys)
+
+        await _await(self.buffer.run(write, writes=True))
+        lane.facts = lane.facts._replace(echoes=(*lane.facts.echoes, keys))
+        return False
+
+    async def _check(self, lane: Lane, rows: list[Row], ack: Ack) -> Explanation:
         try:
-            return await self._read(lane.conversation, start, limit)
-        except ResponseTooLargeError:
-            return None
-
-    async def _check(self, lane: Lane, rows: list[Row], start: int, ack: Ack) -> Explanation | _Taken:
-        """Hold an acknowledgement against what was expected: gapless numbering tells what happened in between."""
-        if ack.first_seq == start:
-            return _Taken(len(rows), start)
-        items = ack.last_seq + 1 - ack.first_seq
-        gap = ack.first_seq - start
-        if 0 < gap <= _READ_BACK_ITEMS - items:
-            tail = await self._tail(lane, start, gap + items)
-            found = _explain(rows, tail, start) if tail is not None else None
-            if found is not None and found.batches == len(rows):
-                return found
-            named = tail and tail[gap:]
-        else:
-            named = await self._tail(lane, ack.first_seq, items)
-        if named is not None and not _holds(named, rows, ack.first_seq):
-            reason = "the acknowledgement names a range that does not hold what was sent"
-            raise ProtocolError(f"conversation {lane.conversation}: {reason}", outcome="unknown")
-        if gap < 0:
-            reason = f"the log was reset: item {start} was expected next, and the server assigned {ack.first_seq}"
-            self._tell("log_reset", conversation_id=lane.conversation, reason=reason)
-        elif lane.conversation not in self._shared:
-            if len(self._shared) >= _SHARED_KEPT:
-                self._shared.clear()
-            self._shared.add(lane.conversation)
+            found, shared, reset = await self.readback.check(lane.conversation, lane.facts, rows, ack)
+        except ProtocolError as error:
+            lane.doubts += 1
+            if lane.doubts < _DOUBTS_MAX:
+                raise
+            # A server that does not keep payloads as they are, or lies: sending for ever would only add copies.
+            self._tell("possible_duplicate", conversation_id=lane.conversation, reason=str(error))
+            return Explanation(len(rows), ack.first_seq, ())
+        if reset:
+            self._tell_reset(lane, f"item {lane.facts.next_seq} was expected next, it assigned {ack.first_seq}")
+        if shared and not lane.facts.shared:
+            lane.facts = lane.facts._replace(shared=True)
             self._tell("several_writers", conversation_id=lane.conversation)
-        return _Taken(len(rows), ack.first_seq)
+        return found
 
-    async def _acknowledge(self, lane: Lane, rows: list[Row], outcome: Explanation | _Taken) -> None:
-        taken = rows[: outcome.batches]
+    async def _acknowledge(self, lane: Lane, rows: list[Row], found: Explanation) -> None:
+        taken = rows[: found.batches]
         items = sum(row.items for row in taken)
-        past = max([outcome.first_seq + items, *(last + 1 for _, last in outcome.duplicates)])
+        next_seq = found.first_seq + items
+        anchor: bytes | None = key(decode_items(taken[-1].body)[-1])
+        for _, last in found.duplicates:
+            if last >= next_seq:
+                next_seq, anchor = last + 1, None
+        shared = lane.facts.shared
         spool = rows[0].spool
 
         def write(_: Spools) -> None:
             spool.begin()
-            spool.acknowledge(taken, outcome.first_seq)
-            spool.note_lane(lane.conversation, next_seq=past)
-            for first, last in outcome.duplicates:
+            spool.acknowledge(taken, found.first_seq)
+            spool.note_end(lane.conversation, next_seq, anchor)
+            if shared:
+                spool.note_lane(lane.conversation, shared=True)
+            for first, last in found.duplicates:
                 spool.note_duplicate(lane.conversation, first, last)
 
         await _await(self.buffer.run(write, writes=True))
-        lane.next_seq = past
-        lane.request, lane.suspect, lane.answers = None, False, None
-        lane.failures, lane.held = 0, False
+        lane.facts = lane.facts._replace(next_seq=next_seq, anchor=anchor)
+        lane.request, lane.suspect, lane.answers, lane.poison = None, False, None, None
+        lane.failures, lane.held, lane.doubts = 0, False, 0
         lane.batches_max = min(lane.batches_max * 2, limits.ITEMS_PER_BATCH_MAX)
         self._refusals = 0
+        self.traffic.requests_acknowledged += 1
         self.traffic.acknowledged_items += items
         self._reached(lane)
-        last_seq = outcome.first_seq + items - 1
         self._tell(
             "acknowledged",
             conversation_id=lane.conversation,
             items=items,
-            first_seq=outcome.first_seq,
-            last_seq=last_seq,
+            first_seq=found.first_seq,
+            last_seq=found.first_seq + items - 1,
         )
-        for first, last in outcome.duplicates:
-            self.traffic.duplicate_items += last - first + 1
-            self._tell("duplicate", conversation_id=lane.conversation, first_seq=first, last_seq=last)
+        self._tell_duplicates(lane.conversation, found)
         self.resolved(spool.name, [row.id for row in taken])
         self._news()
+
+    async def _note_duplicates(self, lane: Lane, spool: Spool, found: Explanation) -> None:
+        next_seq = max(last for _, last in found.duplicates) + 1
+
+        def write(_: Spools) -> None:
+            spool.begin()
+            spool.note_end(lane.conversation, next_seq, None)
+            for first, last in found.duplicates:
+                spool.note_duplicate(lane.conversation, first, last)
+
+        await _await(self.buffer.run(write, writes=True))
+        lane.facts = lane.facts._replace(next_seq=next_seq, anchor=None)
+        self._tell_duplicates(lane.conversation, found)
+
+    async def audit(self) -> None:
+        """Look once more at idle conversations where something was sent twice: has the first sending arrived late?"""
+
+        def read(spools: Spools) -> list[tuple[Spool, str, LaneFacts]]:
+            twice = [(spool, name) for spool in spools for name in spool.lanes_with_echoes()]
+            return [(spool, name, spool.lane(name)) for spool, name in twice]
+
+        for spool, name, facts in await _await(self.buffer.run(read)):
+            if name in self._lanes or facts.next_seq is None:
+                continue
+            found = await self.readback.echoes(name, facts)
+            # In the meantime the lane may have come to life, and then it finds by itself what there is.
+            if found is not None and found.duplicates and name not in self._lanes:
+                await self._note_duplicates(Lane(name, facts), spool, found)
+        before = int((time.time() - _ECHO_SECONDS) * 1e6)
+
+        def write(spools: Spools) -> None:
+            for spool in spools:
+                if spool.lanes_with_echoes():
+                    spool.begin()
+                    spool.forget_echoes(before)
+
+        await _await(self.buffer.run(write, writes=True))
 
     async def _failed(self, lane: Lane, rows: list[Row], error: MemlogError, *, blame: bool) -> None:
         """Act on a failure: the only place where a batch can be given up, and where the site is stopped.
@@ -457,7 +500,7 @@ class Sender:
         if verdict in (Verdict.FULL, Verdict.INVALID) and not blame:
             verdict = Verdict.TRANSIENT
         if verdict is Verdict.BLOCKED or (verdict is Verdict.INVALID and len(rows) == 1):
-            canary = await self._canary(lane)
+            canary = await self.readback.canary(lane.conversation)
             if canary is not None:  # the site itself does not answer: this batch is not to blame
                 error, verdict = canary, classify(canary)
                 if verdict is Verdict.INVALID:
@@ -471,15 +514,48 @@ class Sender:
         elif verdict is Verdict.UNREACHABLE:
             if lane.generation == self.gate.generation:
                 self.gate.failures += 1
-                delay = max(self.policy.delay(self.gate.failures), error.retry_after or 0.0)
+                delay = self.policy.delay(self.gate.failures)
+                if error.retry_after is not None:
+                    delay = max(delay, error.retry_after + self.policy.delay(1))  # spread, and never too early
                 self._close_gate("waiting", delay, error, str(error))
         elif verdict in (Verdict.FULL, Verdict.INVALID):
             assert isinstance(error, PermanentError)  # what classify gives these two verdicts to
             await self._refused(lane, rows, verdict, error)
         else:
-            if not isinstance(error, (ConnectionFailedError, TimedOutError)):
+            answered = not isinstance(error, (ConnectionFailedError, TimedOutError))
+            if answered:
                 self._reached(lane)
-            self._hold(lane, error)
+            if not (answered and blame and await self._poisonous(lane, rows, error)):
+                self._hold(lane, error)
+
+    async def _poisonous(self, lane: Lane, rows: list[Row], error: MemlogError) -> bool:
+        """Whether the batch is given up: alone, it met the same answer often and long enough while others were taken.
+
+        An answer counts only if some other request was acknowledged since the last one: during an outage none does.
+        """
+        answer, taken = _answer(error), self.traffic.requests_acknowledged
+        poison = lane.poison
+        if poison is None or (poison.row_id, poison.answer) != (rows[0].id, answer):
+            lane.poison = Poison(rows[0].id, answer, time.monotonic(), taken)
+            return False
+        if poison.taken < taken:
+            poison.taken, poison.count = taken, poison.count + 1
+        if len(rows) > 1:
+            if poison.count >= _HELD_AFTER:
+                lane.batches_max = 1
+            return False
+        if poison.count < self.policy.poison_answers or time.monotonic() - poison.since < self.policy.poison_seconds:
+            return False
+        verdict = InvalidRequestError(
+            f"the same answer {poison.count} times over {self.policy.poison_seconds:.0f} s or more, while other batches"
+            f" were taken: {error.args[0]}",
+            outcome="refused",
+            status=error.status,
+            code=error.code,
+            server_said=error.server_said,
+        )
+        await self._bury(lane, rows, verdict, "refused")
+        return True
 
     def _hold(self, lane: Lane, error: MemlogError) -> None:
         lane.failures += 1
@@ -507,7 +583,7 @@ class Sender:
             self._close_gate("blocked", self.policy.blocked_delay, error, reason)
 
     async def _suspect(self, lane: Lane, rows: list[Row], error: PermanentError) -> None:
-        row, answer = rows[0], f"{type(error).__name__} {error.status} {error.code}"
+        row, answer = rows[0], _answer(error)
         before = lane.answers
         count = before[2] + 1 if before is not None and before[:2] == (row.id, answer) else 1
         lane.answers = (row.id, answer, count)
@@ -547,14 +623,6 @@ class Sender:
 
     # --- the gate --------------------------------------------------------------------------------------------------
 
-    async def _canary(self, lane: Lane) -> MemlogError | None:
-        """Read with the same credentials; what that met, or None if it went well."""
-        try:
-            await self._read(lane.conversation, 0, 1)
-        except MemlogError as error:
-            return error
-        return None
-
     async def _throttled(self, error: MemlogError) -> None:
         self.gate.failures += 1
         delay = error.retry_after if error.retry_after is not None else max(1.0, self.policy.delay(self.gate.failures))
@@ -583,6 +651,14 @@ class Sender:
 
     # --- telling ---------------------------------------------------------------------------------------------------
 
+    def _tell_duplicates(self, conversation: str, found: Explanation) -> None:
+        for first, last in found.duplicates:
+            self.traffic.duplicate_items += last - first + 1
+            self._tell("duplicate", conversation_id=conversation, first_seq=first, last_seq=last)
+
+    def _tell_reset(self, lane: Lane, what: str) -> None:
+        self._tell("log_reset", conversation_id=lane.conversation, reason=f"the log was reset: {what}")
+
     def _tell(self, kind: EventKind, **details: Any) -> None:
         self.tell(Event(kind=kind, **details))
 
@@ -591,21 +667,8 @@ class Sender:
         self._changed = asyncio.Event()
 
 
-class _Taken(NamedTuple):
-    """An acknowledgement that says all there is to say."""
-
-    batches: int
-    first_seq: int
-    duplicates: tuple[tuple[int, int], ...] = ()
-
-
-def _explain(rows: list[Row], tail: list[Item], start: int) -> Explanation | None:
-    return explain([decode_items(row.body) for row in rows], tail, start)
-
-
-def _holds(named: list[Item], rows: list[Row], start: int) -> bool:
-    found = _explain(rows, named, start)
-    return found is not None and found.batches == len(rows)
+def _answer(error: MemlogError) -> str:
+    return f"{type(error).__name__} {error.status} {error.code}"
 
 
 async def _await(future: Future[T]) -> T:

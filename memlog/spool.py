@@ -3,92 +3,55 @@
 A batch is in exactly one table: ``pending`` until the server answers, then ``acknowledged`` (its range only) or
 ``refused`` (a dead letter, with its bytes). ``books`` counts what ever happened, in the same transactions, so that
 
-    stored = acknowledged + pending + refused + dropped
+    stored = acknowledged + pending + refused + dropped + forgotten + lost
 
 holds after every commit. ``lane`` keeps what is known of a conversation on the server: ``next_seq``, the number that
 the next item should get, written before the first request and with every acknowledgement.
 
 The file belongs to whoever holds the kernel lock beside it, and is read and written over one connection in one thread:
-SQLite before 3.51.3 can lose commits where two connections write. This module knows no thread, no loop, no network.
+SQLite before 3.51.3 can lose commits where two connections write. Its format is in :mod:`memlog.schema`; what becomes
+of a damaged one, in :mod:`memlog.salvage`. This module knows no thread, no loop, no network.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import secrets
 import sqlite3
 import time
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memlog import system
 from memlog.errors import BufferUnusableError
+from memlog.schema import (
+    WAL_BYTES_MAX,
+    DamagedError,
+    companions,
+    connect,
+    error_name,
+    is_passing,
+    read_only,
+    wal_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-APPLICATION_ID = 0x6D6C6F67  # "mlog"
-SQLITE_OLDEST = (3, 35, 0)  # RETURNING
+    from memlog import system
+
 ACKNOWLEDGED_KEPT = 10_000
 """Acknowledged ranges stay readable for this many batches: replay needs those of the last seconds."""
 
-_SCHEMA_1 = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE pending (
-    id INTEGER PRIMARY KEY,
-    conversation TEXT NOT NULL,
-    items INTEGER NOT NULL CHECK (items > 0),
-    size INTEGER NOT NULL CHECK (size > 0),
-    crc INTEGER NOT NULL,
-    stored_at INTEGER NOT NULL,
-    body BLOB NOT NULL
-);
-CREATE INDEX pending_by_lane ON pending (conversation, id);
-CREATE TABLE acknowledged (
-    turn INTEGER PRIMARY KEY,
-    id INTEGER NOT NULL UNIQUE,
-    conversation TEXT NOT NULL,
-    first_seq INTEGER NOT NULL,
-    last_seq INTEGER NOT NULL
-);
-CREATE INDEX acknowledged_by_lane ON acknowledged (conversation, last_seq);
-CREATE TABLE refused (
-    id INTEGER PRIMARY KEY,
-    conversation TEXT NOT NULL,
-    items INTEGER NOT NULL,
-    size INTEGER NOT NULL,
-    crc INTEGER NOT NULL,
-    stored_at INTEGER NOT NULL,
-    refused_at INTEGER NOT NULL,
-    error TEXT NOT NULL,
-    body BLOB NOT NULL
-);
-CREATE TABLE lane (
-    conversation TEXT PRIMARY KEY,
-    next_seq INTEGER,
-    sealed INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE TABLE duplicate (
-    conversation TEXT NOT NULL,
-    first_seq INTEGER NOT NULL,
-    last_seq INTEGER NOT NULL,
-    UNIQUE (conversation, first_seq, last_seq)
-);
-CREATE TABLE books (
-    next_id INTEGER NOT NULL,
-    stored_batches INTEGER NOT NULL, stored_items INTEGER NOT NULL,
-    acknowledged_batches INTEGER NOT NULL, acknowledged_items INTEGER NOT NULL,
-    refused_batches INTEGER NOT NULL, refused_items INTEGER NOT NULL,
-    dropped_batches INTEGER NOT NULL, dropped_items INTEGER NOT NULL,
-    pending_batches INTEGER NOT NULL, pending_items INTEGER NOT NULL, pending_bytes INTEGER NOT NULL
-);
-INSERT INTO books VALUES (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-"""
+ECHOES_KEPT = 8
+"""Requests of one conversation that are remembered as sent twice."""
 
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1,)
-"""The n-th script brings a file from version n to n + 1. Scripts are only ever added."""
+INTENTS_KEPT = 1_000
+"""Commands from outside that are remembered as carried out; each needs that only until its file is gone."""
+
+_CHECKED_BYTES_MAX = 256 * 1024 * 1024  # a check of the structure reads all of it, at 0.5 to 2 GB a second
+_TIDY_PAGES = 4096
 
 
 @dataclass(slots=True)
@@ -104,6 +67,10 @@ class Books:
     refused_items: int = 0
     dropped_batches: int = 0
     dropped_items: int = 0
+    forgotten_batches: int = 0
+    forgotten_items: int = 0
+    lost_batches: int = 0
+    lost_items: int = 0
     pending_batches: int = 0
     pending_items: int = 0
     pending_bytes: int = 0
@@ -111,7 +78,27 @@ class Books:
     def __add__(self, other: Books) -> Books:
         return Books(*(getattr(self, name) + getattr(other, name) for name in _BOOK_COLUMNS))
 
+    @property
+    def holds_something(self) -> bool:
+        """Whether there is something to send, or a dead letter to decide about."""
+        return self.pending_batches > 0 or self.refused_batches > 0
 
+    def close(self) -> int:
+        """Make the equation hold again after rows vanished or came back; how many items are lost by that."""
+        lost_before = self.lost_items
+        for unit in ("batches", "items"):
+            places = (getattr(self, f"{place}_{unit}") for place in _PLACES)
+            missing = getattr(self, f"stored_{unit}") - sum(places)
+            name = f"lost_{unit}" if missing > 0 else f"stored_{unit}"
+            setattr(self, name, getattr(self, name) + abs(missing))
+        return self.lost_items - lost_before
+
+    def checksum(self) -> int:
+        """What is stored with them, so that a damaged counter is found out."""
+        return zlib.crc32(repr([getattr(self, name) for name in _BOOK_COLUMNS]).encode())
+
+
+_PLACES = ("acknowledged", "pending", "refused", "dropped", "forgotten", "lost")
 _BOOK_COLUMNS = tuple(Books.__dataclass_fields__)
 
 
@@ -123,6 +110,12 @@ class NewRow(NamedTuple):
     items: int
     size: int
     body: bytes
+
+
+def checksum(row: NewRow | Row, stored_at: int) -> int:
+    """What is stored with a batch: over its bytes, and over what says where they go."""
+    whose = f"{row.id} {row.conversation} {row.items} {row.size} {stored_at}"
+    return zlib.crc32(row.body, zlib.crc32(whose.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +132,18 @@ class Row:
 
 
 class LaneFacts(NamedTuple):
-    """What the held spools know of a conversation on the server."""
+    """What a spool knows of a conversation on the server.
 
-    next_seq: int | None
-    sealed: bool
+    ``next_seq``: where its next item should land; None if nothing was ever sent. ``anchor``: the key of the item before
+    that, where it is known. ``shared``: somebody else appends, too. ``echoes``: requests that were sent again, whose
+    first sending may yet arrive, as the keys of their items by batch.
+    """
+
+    next_seq: int | None = None
+    anchor: bytes | None = None
+    sealed: bool = False
+    shared: bool = False
+    echoes: tuple[list[list[bytes]], ...] = ()
 
 
 class Spool:
@@ -151,15 +152,17 @@ class Spool:
     Writing methods expect to be inside :meth:`begin` … :meth:`commit`; the caller groups them.
     """
 
-    def __init__(self, path: Path | None, lock: system.KernelLock | None, db: sqlite3.Connection, name: str) -> None:
+    def __init__(self, path: Path | None, lock: system.KernelLock | None, db: sqlite3.Connection) -> None:
         self.path = path
-        self.name = name
+        self.name = ""
         self.books = Books()
         self._books_before = Books()
         self.opened_at = 1  # the id of the first batch that was not there when it was opened
+        self.was_clean = True  # the last owner closed it
         self._lock = lock
         self._db = db
         self._acknowledged_since_trim = ACKNOWLEDGED_KEPT  # processes may be short, so the first one in each trims
+        self._wal_blocked_at = 0
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -167,36 +170,120 @@ class Spool:
     def open(cls, path: Path | None, lock: system.KernelLock | None) -> Spool:
         """Open or create the file at ``path`` under ``lock``; None is a spool in memory.
 
-        Raises BufferUnusableError, with the file untouched, if it is not a spool, damaged, or from a newer version.
+        Raises BufferUnusableError, with the file untouched, if it is not a spool, damaged (then it is a DamagedError),
+        or from a newer version.
         """
-        where = ":memory:" if path is None else str(path)
-        if sqlite3.sqlite_version_info < SQLITE_OLDEST:
-            raise BufferUnusableError(where, f"SQLite {sqlite3.sqlite_version} is older than 3.35")
+        spool = cls(path, lock, connect(path))
         try:
-            if path is not None:
-                system.make_private_file(path)
-            db = sqlite3.connect(where, timeout=5.0, isolation_level=None, check_same_thread=True)
-        except (OSError, sqlite3.Error) as error:
-            raise BufferUnusableError(where, str(error)) from error
-        try:
-            _prepare(db)
-            name = db.execute("SELECT value FROM meta WHERE key = 'name'").fetchone()[0]
-            spool = cls(path, lock, db, name)
-            spool.books = spool._read_books()
-            spool._books_before = replace(spool.books)
-            spool.opened_at = spool.books.next_id
-        except _NotOursError as error:
-            db.close()
-            raise BufferUnusableError(where, str(error)) from None
-        except sqlite3.Error as error:
-            db.close()
-            raise BufferUnusableError(where, f"{error}; the file was left as it is") from error
+            spool._load()
+        except BaseException as error:
+            spool._db.close()
+            if isinstance(error, sqlite3.Error):
+                kind = BufferUnusableError if is_passing(error) else DamagedError
+                raise kind(str(path), f"{error}; the file was left as it is") from error
+            raise
+        spool.opened_at = spool.books.next_id
         return spool
+
+    def reopen(self) -> None:
+        """Go on with the file that stands in the place of the old one now; ids given out already stay given out."""
+        next_id = max(self.books.next_id, self._books_before.next_id)
+        self._db = connect(self.path)
+        self._load()
+        self.books.next_id = self._books_before.next_id = max(next_id, self.books.next_id)
+
+    def _load(self) -> None:
+        self.name = self.noted("name")
+        if not isinstance(self.name, str):
+            raise DamagedError(str(self.path), "it has no name")
+        # A new file has no mark yet, and one that was cut off has the mark of its opening.
+        self.was_clean = self.noted("clean") in (None, 1)
+        trusted = self._read_books()
+        if not trusted:
+            self.recount(trusted=False)
+        self._books_before = replace(self.books)
+        try:
+            self.begin()
+            self.note("clean", 0)
+            self.commit()
+        except sqlite3.Error as error:
+            # A full disk: the next opening may skip a check that it needs. Not to open would be worse.
+            self.rollback()
+            if not is_passing(error):
+                raise
+
+    def examine(self, seconds: float) -> int:
+        """After an unclean stop: hold the file against itself, and the books against the rows; how many items are lost.
+
+        Raises DamagedError if the structure is damaged. Looks at what can be looked at in about ``seconds``: every
+        batch is checked once more when it is read.
+        """
+        if self.path is None:
+            return 0
+        deadline = time.monotonic() + seconds
+        self._db.set_progress_handler(lambda: time.monotonic() > deadline, 100_000)
+        try:
+            if self.path.stat().st_size <= _CHECKED_BYTES_MAX:
+                found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if found != "ok":
+                    raise DamagedError(str(self.path), str(found))
+            before = replace(self.books)
+            self.begin()
+            lost = self.recount(trusted=True)
+            if self.books == before:
+                self.rollback()
+            else:
+                self.commit()
+        except sqlite3.OperationalError as error:
+            self.rollback()
+            if error_name(error) == "SQLITE_INTERRUPT":
+                return 0
+            raise
+        else:
+            return lost
+        finally:
+            self._db.set_progress_handler(None, 0)
+
+    def recount(self, *, trusted: bool) -> int:
+        """Count the rows again; ``trusted``: the counters of what has no rows any more can be believed."""
+        query = "SELECT count(*), coalesce(sum(items), 0), coalesce(max(id), 0), coalesce(sum(size), 0) FROM "
+        pending = self._db.execute(query + "pending").fetchone()
+        refused = self._db.execute(query + "refused").fetchone()
+        books = self.books = replace(self.books) if trusted else Books()
+        books.pending_batches, books.pending_items, _, books.pending_bytes = pending
+        books.refused_batches, books.refused_items = refused[:2]
+        past = self._db.execute(
+            "SELECT count(*), coalesce(sum(last_seq + 1 - first_seq), 0), coalesce(max(id), 0) FROM acknowledged"
+        ).fetchone()
+        if not trusted:
+            books.acknowledged_batches, books.acknowledged_items = past[:2]
+        books.next_id = max(books.next_id, pending[2] + 1, refused[2] + 1, past[2] + 1)
+        return books.close()
 
     def close(self) -> None:
         """Close the file and give up its lock. What is pending stays pending."""
-        self._db.close()
+        with contextlib.suppress(sqlite3.Error):
+            self.rollback()
+            self.begin()
+            self.note("clean", 1)
+            self.commit()
+        self.let_go()
         if self._lock is not None:
+            self._lock.release()
+
+    def let_go(self) -> None:
+        """Close the file as it is, under its lock."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    def discard(self) -> None:
+        """Remove the file and all that belongs to it, and give up its lock. Its books must be kept elsewhere before."""
+        assert self.path is not None
+        self.let_go()
+        remove(self.path)
+        if self._lock is not None:
+            # Under the lock, so that whoever waits for it sees that the file it has locked is gone.
+            self._lock.path.unlink(missing_ok=True)
             self._lock.release()
 
     def abandon(self) -> sqlite3.Connection:
@@ -214,8 +301,8 @@ class Spool:
     def commit(self) -> None:
         """Make everything since :meth:`begin` durable, books included; a no-op outside a transaction."""
         if self._db.in_transaction:
-            columns = ", ".join(f"{name} = ?" for name in _BOOK_COLUMNS)
-            values = [getattr(self.books, name) for name in _BOOK_COLUMNS]
+            columns = ", ".join(f"{name} = ?" for name in (*_BOOK_COLUMNS, "crc"))
+            values = [*(getattr(self.books, name) for name in _BOOK_COLUMNS), self.books.checksum()]
             self._db.execute(f"UPDATE books SET {columns}", values)  # noqa: S608 - column names of our own
             self._db.execute("COMMIT")
             self._books_before = replace(self.books)
@@ -227,18 +314,47 @@ class Spool:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def tidy(self) -> None:
-        """Give space back to the file system; for idle moments."""
+    def tidy(self) -> bool:
+        """Give space back to the file system, a few MiB at a time, for idle moments; whether there is more to give."""
+        free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
         # executescript steps the pragma to its end; execute() would free a single page.
-        self._db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+        self._db.executescript(f"PRAGMA incremental_vacuum({_TIDY_PAGES});")
+        self.checkpoint()
+        return free > _TIDY_PAGES
 
-    def _read_books(self) -> Books:
-        return Books(*self._db.execute(f"SELECT {', '.join(_BOOK_COLUMNS)} FROM books").fetchone())  # noqa: S608 - as above
+    def checkpoint(self) -> None:
+        """Bring the WAL into the file and cut it to nothing, unless somebody reads from it just now."""
+        # Without waiting: a reader from outside must not hold up who wants to store.
+        self._db.execute("PRAGMA busy_timeout = 0")
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self._db.execute("PRAGMA busy_timeout = 5000")
+
+    def limit_wal(self) -> None:
+        """:meth:`checkpoint` if the WAL has grown past its limit; a reader in the way is given a few MiB more."""
+        if self.path is None:
+            return
+        try:
+            size = wal_of(self.path).stat().st_size
+        except FileNotFoundError:
+            return
+        if size > max(WAL_BYTES_MAX, self._wal_blocked_at + WAL_BYTES_MAX // 4):
+            self.checkpoint()
+            size = wal_of(self.path).stat().st_size
+            self._wal_blocked_at = size if size > WAL_BYTES_MAX else 0
+
+    def _read_books(self) -> bool:
+        """Read the counters; whether they can be believed."""
+        found = peek_books(self._db)
+        if found is not None:
+            self.books = found
+        return found is not None
 
     @property
     def holds_something(self) -> bool:
         """Whether there is something to send, or a dead letter to decide about."""
-        return self.books.pending_batches > 0 or self.books.refused_batches > 0
+        return self.books.holds_something
 
     # --- writing, inside a transaction -----------------------------------------------------------------------------
 
@@ -247,7 +363,7 @@ class Spool:
         now = time.time_ns() // 1000
         self._db.executemany(
             "INSERT INTO pending (id, conversation, items, size, crc, stored_at, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [(row.id, row.conversation, row.items, row.size, zlib.crc32(row.body), now, row.body) for row in rows],
+            [(*row[:4], checksum(row, now), now, row.body) for row in rows],
         )
         books = self.books
         items = sum(row.items for row in rows)
@@ -290,7 +406,7 @@ class Spool:
                     row.conversation,
                     row.items,
                     row.size,
-                    zlib.crc32(row.body),
+                    checksum(row, row.stored_at),
                     row.stored_at,
                     now,
                     text,
@@ -311,11 +427,12 @@ class Spool:
     def take_refused(self, row_id: int) -> NewRow | None:
         """Remove a dead letter and return it; None if it is not there (any more). The caller counts where it goes."""
         found = self._db.execute(
-            "DELETE FROM refused WHERE id = ? RETURNING id, conversation, items, size, body", (row_id,)
+            "DELETE FROM refused WHERE id = ? RETURNING id, conversation, items, size, body, stored_at, crc", (row_id,)
         ).fetchone()
         if found is None:
             return None
-        row = NewRow(*found)
+        row = NewRow(*found[:5])
+        self._check(row, *found[5:])
         self.books.refused_batches -= 1
         self.books.refused_items -= row.items
         return row
@@ -331,13 +448,36 @@ class Spool:
         self.books.dropped_batches += 1
         self.books.dropped_items += row.items
 
-    def note_lane(self, conversation: str, *, next_seq: int | None = None, sealed: bool | None = None) -> None:
+    def note_lane(self, conversation: str, *, sealed: bool | None = None, shared: bool | None = None) -> None:
         """Remember what is known of the conversation on the server; None leaves a fact as it is."""
         self._db.execute(
-            "INSERT INTO lane (conversation, next_seq, sealed) VALUES (?, ?, coalesce(?, 0)) ON CONFLICT (conversation)"
-            " DO UPDATE SET next_seq = coalesce(excluded.next_seq, next_seq), sealed = coalesce(?, sealed)",
-            (conversation, next_seq, sealed, sealed),
+            "INSERT INTO lane (conversation, sealed, shared) VALUES (:id, coalesce(:sealed, 0), coalesce(:shared, 0))"
+            " ON CONFLICT (conversation) DO UPDATE SET sealed = coalesce(:sealed, sealed),"
+            " shared = coalesce(:shared, shared)",
+            {"id": conversation, "sealed": sealed, "shared": shared},
         )
+
+    def note_end(self, conversation: str, next_seq: int, anchor: bytes | None) -> None:
+        """Remember where the conversation's next item should land, and the key of the item before that."""
+        self._db.execute(
+            "INSERT INTO lane (conversation, next_seq, anchor) VALUES (?, ?, ?) ON CONFLICT (conversation)"
+            " DO UPDATE SET next_seq = excluded.next_seq, anchor = excluded.anchor",
+            (conversation, next_seq, anchor),
+        )
+
+    def note_echo(self, conversation: str, keys: list[list[bytes]]) -> None:
+        """Remember a request that is about to be sent again; only the latest few of a conversation are kept."""
+        text = json.dumps([[key.hex() for key in batch] for batch in keys])
+        self._db.execute("INSERT INTO echo VALUES (?, ?, ?)", (conversation, time.time_ns() // 1000, text))
+        self._db.execute(
+            "DELETE FROM echo WHERE conversation = ? AND rowid NOT IN"
+            " (SELECT rowid FROM echo WHERE conversation = ? ORDER BY rowid DESC LIMIT ?)",
+            (conversation, conversation, ECHOES_KEPT),
+        )
+
+    def forget_echoes(self, before: int) -> None:
+        """Forget the requests sent again before this time (microseconds since 1970): what was to arrive has."""
+        self._db.execute("DELETE FROM echo WHERE sent_at < ?", (before,))
 
     def note_duplicate(self, conversation: str, first_seq: int, last_seq: int) -> None:
         """Remember that this range of the log holds a second copy."""
@@ -349,6 +489,13 @@ class Spool:
             self._db.execute("DELETE FROM meta WHERE key = ?", (key,))
         else:
             self._db.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
+
+    def note_intent(self, intent_id: str) -> bool:
+        """Remember that a command from outside is carried out; whether that is news."""
+        added: bool = self._db.execute("INSERT OR IGNORE INTO intent (id) VALUES (?)", (intent_id,)).rowcount == 1
+        query = "DELETE FROM intent WHERE turn <= (SELECT max(turn) FROM intent) - ?"
+        self._db.execute(query, (INTENTS_KEPT,))
+        return added
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -368,19 +515,31 @@ class Spool:
 
     def lane(self, conversation: str) -> LaneFacts:
         """What is known of the conversation on the server."""
-        found = self._db.execute("SELECT next_seq, sealed FROM lane WHERE conversation = ?", (conversation,)).fetchone()
-        return LaneFacts(None, sealed=False) if found is None else LaneFacts(found[0], sealed=bool(found[1]))
+        query = "SELECT next_seq, anchor, sealed, shared FROM lane WHERE conversation = ?"
+        found = self._db.execute(query, (conversation,)).fetchone()
+        if found is None:
+            return LaneFacts()
+        rows = self._db.execute("SELECT keys FROM echo WHERE conversation = ? ORDER BY rowid", (conversation,))
+        echoes = tuple([[bytes.fromhex(key) for key in batch] for batch in json.loads(row[0])] for row in rows)
+        return LaneFacts(found[0], found[1], bool(found[2]), bool(found[3]), echoes)
+
+    def lanes_with_echoes(self) -> list[str]:
+        """The conversations of :meth:`note_echo`."""
+        return [row[0] for row in self._db.execute("SELECT DISTINCT conversation FROM echo")]
 
     def pending(self, conversation: str) -> Iterator[Row]:
         """The conversation's batches in order, read as they are consumed. Bytes that changed on disk raise."""
         cursor = self._db.execute(
-            "SELECT id, items, size, stored_at, crc, body FROM pending WHERE conversation = ? ORDER BY id",
+            "SELECT id, items, size, body, stored_at, crc FROM pending WHERE conversation = ? ORDER BY id",
             (conversation,),
         )
-        for row_id, items, size, stored_at, crc, body in cursor:
-            if zlib.crc32(body) != crc:
-                raise BufferUnusableError(str(self.path), f"batch {row_id} of conversation {conversation} is damaged")
+        for row_id, items, size, body, stored_at, crc in cursor:
+            self._check(NewRow(row_id, conversation, items, size, body), stored_at, crc)
             yield Row(self, row_id, conversation, items, size, stored_at, body)
+
+    def _check(self, row: NewRow, stored_at: int, crc: int) -> None:
+        if not isinstance(row.body, bytes) or checksum(row, stored_at) != crc:
+            raise DamagedError(str(self.path), f"batch {row.id} of conversation {row.conversation} is damaged")
 
     def first_pending_id(self) -> int | None:
         """The oldest pending batch's id."""
@@ -403,69 +562,72 @@ class Spool:
 
     def outcome(self, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
         """The acknowledged range of a batch, or the record of the error that refused it, or None: neither is known."""
-        found = self._db.execute("SELECT first_seq, last_seq FROM acknowledged WHERE id = ?", (row_id,)).fetchone()
-        if found is not None:
-            return (found[0], found[1])
-        found = self._db.execute("SELECT error FROM refused WHERE id = ?", (row_id,)).fetchone()
-        return None if found is None else json.loads(found[0])
+        return _outcome(self._db, row_id)
 
     def duplicates(self) -> list[tuple[str, int, int]]:
         """The ranges of :meth:`note_duplicate`."""
         return self._db.execute("SELECT * FROM duplicate ORDER BY conversation, first_seq").fetchall()
 
+    def refused_ids(self, conversation: str | None = None) -> list[int]:
+        """The numbers of the dead letters, in order; of one conversation, or of all."""
+        query = "SELECT id FROM refused WHERE ? IS NULL OR conversation = ? ORDER BY id"
+        return [row[0] for row in self._db.execute(query, (conversation, conversation))]
+
     def refused(self) -> Iterator[tuple[int, str, int, int, int, dict[str, Any], bytes]]:
         """The dead letters: id, conversation, items, size, refused_at (microseconds), error record, body."""
-        query = "SELECT id, conversation, items, size, refused_at, error, body FROM refused ORDER BY id"
-        for row_id, conversation, items, size, refused_at, error, body in self._db.execute(query):
-            yield row_id, conversation, items, size, refused_at, json.loads(error), body
-
-
-class _NotOursError(Exception):
-    pass
-
-
-def _prepare(db: sqlite3.Connection) -> None:
-    db.execute("PRAGMA trusted_schema = OFF")
-    db.execute("PRAGMA cell_size_check = ON")
-    db.execute("PRAGMA mmap_size = 0")
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    owner = db.execute("PRAGMA application_id").fetchone()[0]
-    empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if not (empty and version == 0) and owner != APPLICATION_ID:
-        msg = "the file is a database, but not one of memlog's"
-        raise _NotOursError(msg)
-    if version > len(MIGRATIONS):
-        known = len(MIGRATIONS)
-        msg = f"it was written by a newer version (format {version}, this one knows {known}): upgrade memlog-sdk"
-        raise _NotOursError(msg)
-    if empty:
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only before the journal mode is set
-    db.execute("PRAGMA journal_mode = WAL")
-    # FULL: a commit is on the disk when it returns. Grouped as they are, it costs nothing over NORMAL.
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA fullfsync = ON")
-    db.execute("PRAGMA journal_size_limit = 16777216")
-    while version < len(MIGRATIONS):
-        script = MIGRATIONS[version]
-        version += 1
-        db.executescript(
-            f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {version}; PRAGMA application_id = {APPLICATION_ID};"
-        )
-        if db.execute("SELECT 1 FROM meta WHERE key = 'name'").fetchone() is None:
-            db.execute("INSERT INTO meta VALUES ('name', ?)", (secrets.token_hex(8),))
-        db.execute("COMMIT")
+        query = "SELECT id, conversation, items, size, body, stored_at, crc, refused_at, error FROM refused ORDER BY id"
+        for *columns, stored_at, crc, refused_at, error in self._db.execute(query):
+            row = NewRow(*columns)
+            self._check(row, stored_at, crc)
+            yield *row[:4], refused_at, json.loads(error), row.body
 
 
 def count_pending(path: Path) -> int:
     """How many items wait in the spool file at ``path``, read without taking part in it; 0 if it cannot be read."""
-    try:
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.2)
-    except sqlite3.Error:
-        return 0
-    try:
-        found: tuple[int] = db.execute("SELECT pending_items FROM books").fetchone()
-        return found[0]
-    except sqlite3.Error:
-        return 0
-    finally:
-        db.close()
+    found = peek(path)
+    return 0 if found is None else found.pending_items
+
+
+def peek(path: Path) -> Books | None:
+    """The counters of the spool file at ``path``, read without taking part in it; None if they cannot be read."""
+    with contextlib.suppress(sqlite3.Error), read_only(path) as db:
+        return peek_books(db)
+    return None
+
+
+def peek_outcome(path: Path, name: str, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
+    """:meth:`Spool.outcome` from outside; None also if the file at ``path`` is not the spool of that name."""
+    with contextlib.suppress(sqlite3.Error), read_only(path) as db:
+        if db.execute("SELECT 1 FROM meta WHERE key = 'name' AND value = ?", (name,)).fetchone() is not None:
+            return _outcome(db, row_id)
+    return None
+
+
+def _outcome(db: sqlite3.Connection, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
+    found = db.execute("SELECT first_seq, last_seq FROM acknowledged WHERE id = ?", (row_id,)).fetchone()
+    if found is not None:
+        return (found[0], found[1])
+    found = db.execute("SELECT error FROM refused WHERE id = ?", (row_id,)).fetchone()
+    return None if found is None else json.loads(found[0])
+
+
+def peek_books(db: sqlite3.Connection) -> Books | None:
+    """The counters in the file behind ``db``; None if they are damaged."""
+    row = db.execute(f"SELECT {', '.join(_BOOK_COLUMNS)}, crc FROM books").fetchone()  # noqa: S608 - column names of our own
+    if row is None or not all(isinstance(value, int) for value in row[:-1]):
+        return None
+    books = Books(*row[:-1])
+    return books if row[-1] == books.checksum() or (row[-1] is None and books == Books()) else None
+
+
+def remove(path: Path) -> None:
+    """Remove a spool file nobody uses, and all that belongs to it but its lock."""
+    for file in (*companions(path), path.with_suffix(".reserve"), path):
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a command nobody has read yet keeps its place
+        inbox_of(path).rmdir()
+
+
+def inbox_of(path: Path) -> Path:
+    """Where commands for the owner of the spool file at ``path`` are put."""
+    return path.with_suffix(".inbox")

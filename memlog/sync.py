@@ -142,9 +142,11 @@ class SyncConversation:
         """Hand over several objects as one batch; as :meth:`memlog.Conversation.extend`."""
         return SyncReceipt(self._conversation.extend(items, atomic=atomic))
 
-    def replay(self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True) -> SyncReplay:
+    def replay(
+        self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True, raw: bool = False
+    ) -> SyncReplay:
         """``for item in chat.replay()``; as :meth:`memlog.Conversation.replay`."""
-        return SyncReplay(self._conversation.replay(offset, limit=limit, include_pending=include_pending))
+        return SyncReplay(self._conversation.replay(offset, limit=limit, include_pending=include_pending, raw=raw))
 
     def recall(self, limit: int = 100, *, include_pending: bool = True) -> list[Item]:
         """The newest items; as :meth:`memlog.Conversation.recall`."""

@@ -6,7 +6,6 @@ not the import.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
@@ -84,14 +83,46 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def make_private_directory(path: Path) -> None:
-    """Create ``path`` with its parents, readable by this user only. An existing directory is left as it is."""
+    """Create ``path`` with its parents, readable by this user only, and sync their names.
+
+    An existing directory is left as it is.
+    """
+    missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync_directory(place.parent)
 
 
 def make_private_file(path: Path) -> None:
     """Create an empty ``path`` readable by this user only, if it is not there; never follows a link."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     os.close(os.open(path, flags, _PRIVATE_FILE))
+
+
+def write_private_file(path: Path, content: bytes) -> None:
+    """Put ``content`` at ``path``, synced: after a crash there is the old file or the new one, whole."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with os.fdopen(os.open(draft, flags, _PRIVATE_FILE), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make names that were added to the directory, or changed in it, last: a file is no better kept than its name."""
+    with contextlib.suppress(OSError):  # not every system lets a directory be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def why_not_writable(path: Path) -> str | None:
@@ -116,6 +147,11 @@ def why_not_durable(path: Path) -> str | None:
     return _VOLATILE.get(kind or "")
 
 
+def is_remote(path: Path) -> bool:
+    """Whether ``path`` is on a network file system: its users may be on several machines, which share no memory."""
+    return _file_system(path) in _REMOTE
+
+
 def _file_system(path: Path) -> str | None:
     try:
         lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
@@ -134,24 +170,29 @@ def _file_system(path: Path) -> str | None:
 _parked: list[object] = []
 
 
-def park(*inherited: object) -> None:
-    """Keep what a forked child inherited and must neither use nor close, until the process is gone.
+def park(*things: object) -> None:
+    """Keep these until the process is gone: what a forked child inherited, and what was under way at the end.
 
-    Not even the interpreter's end may free it: that closes databases and complains about tasks, which are the parent's.
+    Freeing them would close the parent's databases, or complain about every task that is not done.
     """
-    if not _parked:
-        atexit.register(_keep_parked)
-    _parked.extend(inherited)
+    _parked.extend(things)
 
 
-def _keep_parked() -> None:
-    with contextlib.suppress(ImportError, AttributeError):  # a Python without it frees them, which mostly goes well
-        import ctypes  # noqa: PLC0415 - for forked children only, and late
+def keep_parked() -> None:
+    """The interpreter ends now, and frees everything but what is parked."""
+    if _parked:
+        with contextlib.suppress(ImportError, AttributeError):  # a Python without it frees them: noise, at worst
+            import ctypes  # noqa: PLC0415 - late, and for processes that end with something parked
 
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_parked))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_parked))
 
 
-def at_fork(*, before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
+def at_fork(
+    *,
+    in_child: Callable[[], None],
+    before: Callable[[], None] = lambda: None,
+    in_parent: Callable[[], None] = lambda: None,
+) -> None:
     """Run these around every fork of this process; nothing where processes do not fork."""
     register = getattr(os, "register_at_fork", None)
     if register is not None:

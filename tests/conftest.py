@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memlog.testing import reference_server
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from memlog.testing import ReferenceServer
+
+pytest_plugins = ["memlog.testing.plugin"]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -27,7 +25,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ReferenceServer]:
-    """The bundled server on a real socket, in memory."""
-    with reference_server() as running:
-        yield running
+def server(memlog_server: ReferenceServer) -> ReferenceServer:
+    """The bundled server on a real socket, in memory: the one that users' tests get."""
+    return memlog_server

@@ -59,6 +59,18 @@ def test_the_append_benchmark_measures_every_subject_in_one_run() -> None:
     assert output.count("quiet loop") == 3
 
 
+def test_the_client_benchmark_measures_beside_the_bytes_by_hand_and_the_official_client() -> None:
+    """Ours: a row for each with its ratio, the yardstick at 1.00, and a verdict on each target."""
+    output = run("-m", "benchmarks.client", "--quick")
+    for name in ("raw httpx2", "raw httpx", "memlog", "official"):
+        (row,) = (line[18:].split() for line in output.splitlines() if line.startswith(name.ljust(18)))
+        times, ratios = row[::2], [cell.strip("()") for cell in row[1::2]]
+        assert len(times) == len(ratios) == 4, output
+        assert all(float(cell) > 0 for cell in (*times, *ratios))
+        assert name != "raw httpx2" or set(ratios) == {"1.00"}
+    assert output.count("target, ") == 4
+
+
 @pytest.mark.slow
 def test_the_import_benchmark_compares_with_the_floor() -> None:
     """Ours: fresh interpreters, with the floor at 1.00 and a verdict on memlog."""

@@ -139,7 +139,6 @@ def tutorial_server(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-@pytest.mark.slow
 def test_the_tutorial_tells_what_happens(tutorial_server: Server, tmp_path: Path) -> None:
     """All of the tutorial: a first item, a killed server, a killed program, and everything there in the end."""
     env = settings(tutorial_server.url, tmp_path / "memory")

@@ -12,21 +12,28 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memlog"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("memlog.testing.plugin",),
     ("memlog.testing",),
+    ("memlog.testing.history",),
     ("memlog",),
     ("memlog.sync",),
     ("memlog.log",),
     ("memlog.core",),
     ("memlog.sender", "memlog.engine"),
+    ("memlog.readback",),
     ("memlog.team", "memlog.client"),
     ("memlog.replay",),
     ("memlog.protocol",),
     ("memlog.refusal", "memlog.sse", "memlog.transport"),
     ("memlog.buffer",),
+    ("memlog.writer",),
     ("memlog.directory",),
+    ("memlog.inbox", "memlog.ledger", "memlog.salvage"),
     ("memlog.spool",),
+    ("memlog.schema", "memlog.pages", "memlog.reserve"),
     ("memlog.reconcile",),
     ("memlog.report", "memlog.events", "memlog.retry", "memlog.payload", "memlog.models", "memlog.system"),
+    ("memlog.stamps",),
     ("memlog.errors", "memlog.limits", "memlog.version"),
 )
 """From the roof down. A module imports from the floors below its own only, never from its neighbours."""
@@ -41,7 +48,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 ALONE: dict[str, set[str]] = {
     "httpx": {"memlog.transport"},
     "tenacity": {"memlog.retry"},
-    "sqlite3": {"memlog.spool", "memlog.buffer"},
+    "sqlite3": {f"memlog.{name}" for name in ("schema", "spool", "salvage", "inbox", "directory", "writer")},
     "filelock": {"memlog.system"},
     "fcntl": {"memlog.system"},
     "msvcrt": {"memlog.system"},
@@ -52,12 +59,12 @@ ALONE: dict[str, set[str]] = {
 }
 """Packages that are one module's business."""
 
-FORBIDDEN = {"mcp", "requests", "aiohttp", "trio.testing", "pytest"}
+FORBIDDEN = {"mcp", "requests", "aiohttp", "trio.testing"}
 
 RUNTIME = {"anyio", "filelock", "httpx", "platformdirs", "pydantic", "pydantic_core", "sniffio", "tenacity"}
 """What the distribution depends on; pydantic brings its core."""
 
-OPTIONAL = {"trio": {"memlog.engine"}}
+OPTIONAL = {"trio": {"memlog.engine"}, "pytest": {"memlog.testing.plugin"}}
 """Imported only where the caller has it already."""
 
 

@@ -144,7 +144,12 @@ SIGNATURES: dict[Any, tuple[bool, list[tuple[str, str, Any]]]] = {
     memlog.Conversation.extend: (False, [("items", POSITIONAL, EMPTY), ("atomic", KEYWORD, True)]),
     memlog.Conversation.replay: (
         False,
-        [("offset", POSITIONAL, 0), ("limit", KEYWORD, None), ("include_pending", KEYWORD, True)],
+        [
+            ("offset", POSITIONAL, 0),
+            ("limit", KEYWORD, None),
+            ("include_pending", KEYWORD, True),
+            ("raw", KEYWORD, False),
+        ],
     ),
     memlog.Conversation.recall: (True, [("limit", POSITIONAL, 100), ("include_pending", KEYWORD, True)]),
     memlog.Receipt.stored: (True, [("timeout", POSITIONAL, None)]),

@@ -5,7 +5,8 @@
             server.faults.add("drop", tool="append_memory", when="after")
             ...
 
-Needs the extra ``memlog-sdk[server]``.
+The same as pytest fixtures: :mod:`memlog.testing.plugin`. What became of everything that was appended:
+:func:`check_history`. Needs the extra ``memlog-sdk[server]``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from memlog.testing.history import Finding, HistoryReport, check_history, read_history
 from server_reference import Faults, create_app
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
-__all__ = ["ReferenceServer", "reference_server"]
+__all__ = ["Finding", "HistoryReport", "ReferenceServer", "check_history", "read_history", "reference_server"]
 
 _START_SECONDS = 10.0
 

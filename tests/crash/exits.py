@@ -1,0 +1,125 @@
+"""Ends a process that has an open log in one of the ways in which processes end.
+
+exits.py MODE URL DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import memlog
+
+MODE, URL, DIRECTORY = sys.argv[1:4]
+
+
+def open_log(**settings: Any) -> memlog.MemoryLog:
+    return memlog.open_log(URL, auth=("demo", "demo"), buffer_dir=DIRECTORY, **settings)
+
+
+def append(log: memlog.MemoryLog, count: int = 10, first: int = 0) -> None:
+    for n in range(first, first + count):
+        log.conversation("c_exiting0").append({"n": n})
+
+
+def plain() -> None:
+    append(open_log())
+
+
+def status() -> None:
+    append(open_log())
+    sys.exit(3)
+
+
+def error() -> None:
+    append(open_log())
+    raise RuntimeError("the script's own")
+
+
+def interrupted() -> None:
+    log = open_log()
+    append(log)
+    # CPython forgets that it was interrupted where code is compiled afterwards, as imports of the first request do.
+    while log.statistics().state == "ok":
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+
+
+def in_the_loop() -> None:
+    async def main() -> None:
+        async with open_log(flush_timeout=0) as log:
+            append(log)
+            sys.exit(5)
+
+    asyncio.run(main())
+
+
+def own_error() -> None:
+    async def main() -> None:
+        async with open_log(flush_timeout=0) as log:
+            append(log)
+            raise LookupError("the user's own")
+
+    try:
+        asyncio.run(main())
+    except LookupError:  # itself, and not in a group
+        sys.exit(7)
+
+
+def turns() -> None:
+    log = open_log()
+    chat = log.conversation("c_exiting0")
+
+    async def turn(n: int) -> None:
+        receipt = chat.append({"n": n})
+        await receipt.stored(20)
+        if n % 2:
+            await receipt.acknowledged(20)
+        else:
+            chat.append({"n": n + 0.5})
+            task = asyncio.create_task(log.flush())  # left behind by its loop
+            await asyncio.sleep(0)
+            del task
+
+    for n in range(6):
+        asyncio.run(turn(n))
+
+
+def at_exit() -> None:
+    log = open_log()
+    append(log, 5)
+    atexit.register(append, log, 5, 5)
+
+
+def threads() -> None:
+    log = open_log()
+    for number in range(4):
+        threading.Thread(target=append, args=(log, 50, 50 * number), daemon=True).start()
+    time.sleep(0.05)
+
+
+def waiting() -> None:
+    """Threads that wait for something that will not come: the end must not hang, nor they make noise."""
+    log = open_log()
+    receipt = log.conversation("c_exiting0").append({"n": 0})
+
+    def wait() -> None:
+        asyncio.run(receipt.acknowledged())
+
+    for _ in range(3):
+        threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.2)
+
+
+def untouched() -> None:
+    open_log()
+
+
+globals()[MODE]()
