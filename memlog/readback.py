@@ -118,7 +118,9 @@ class Readback:
     async def echoes(self, conversation: str, facts: LaneFacts) -> Explanation | None:
         """Which of the lane's echoes arrived past the known end, while nothing waits; None: it proves nothing."""
         assert facts.next_seq is not None
-        tail = None if facts.shared else await self._tail(conversation, facts.next_seq, READ_BACK_ITEMS)
+        if facts.shared:
+            return Explanation(0, facts.next_seq, ())  # told already that duplicates are possible
+        tail = await self._tail(conversation, facts.next_seq, READ_BACK_ITEMS)
         if tail is None or len(tail) == READ_BACK_ITEMS:
             return None
         return explain([], tail, facts.next_seq, echoes=facts.echoes)

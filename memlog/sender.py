@@ -479,15 +479,22 @@ class Sender:
                 continue
             found = await self.readback.echoes(name, facts)
             # In the meantime the lane may have come to life, and then it finds by itself what there is.
-            if found is not None and found.duplicates and name not in self._lanes:
+            if name in self._lanes:
+                continue
+            if found is None:
+                reason = "something was sent twice, and the end of the log does not tell what became of it"
+                self._tell("possible_duplicate", conversation_id=name, reason=reason)
+                await self._forget_echoes(time.time(), name)
+            elif found.duplicates:
                 await self._note_duplicates(Lane(name, facts), spool, found)
-        before = int((time.time() - _ECHO_SECONDS) * 1e6)
+        await self._forget_echoes(time.time() - _ECHO_SECONDS)
 
+    async def _forget_echoes(self, before: float, conversation: str | None = None) -> None:
         def write(spools: Spools) -> None:
             for spool in spools:
                 if spool.lanes_with_echoes():
                     spool.begin()
-                    spool.forget_echoes(before)
+                    spool.forget_echoes(int(before * 1e6), conversation)
 
         await _await(self.buffer.run(write, writes=True))
 

@@ -23,6 +23,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memlog import system
 from memlog.errors import BufferUnusableError
 from memlog.schema import (
     WAL_BYTES_MAX,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from memlog import system
-
 ACKNOWLEDGED_KEPT = 10_000
 """Acknowledged ranges stay readable for this many batches: replay needs those of the last seconds."""
 
@@ -50,8 +49,13 @@ ECHOES_KEPT = 8
 INTENTS_KEPT = 1_000
 """Commands from outside that are remembered as carried out; each needs that only until its file is gone."""
 
+MOVED_KEPT = 1_000
+"""Dead letters that were requeued, and whose new numbers are remembered."""
+
+_MOVED = "moved-"
 _CHECKED_BYTES_MAX = 256 * 1024 * 1024  # a check of the structure reads all of it, at 0.5 to 2 GB a second
 _TIDY_PAGES = 4096
+_SCARCE_BYTES = 8 * 1024 * 1024  # a group of batches, and as much again
 
 
 @dataclass(slots=True)
@@ -332,14 +336,19 @@ class Spool:
             self._db.execute("PRAGMA busy_timeout = 5000")
 
     def limit_wal(self) -> None:
-        """:meth:`checkpoint` if the WAL has grown past its limit; a reader in the way is given a few MiB more."""
+        """:meth:`checkpoint` if the WAL has grown past its limit; a reader in the way is given a few MiB more.
+
+        Also if the disk is nearly full: bringing the WAL into the file takes room, which there is only as yet.
+        """
         if self.path is None:
             return
         try:
             size = wal_of(self.path).stat().st_size
         except FileNotFoundError:
             return
-        if size > max(WAL_BYTES_MAX, self._wal_blocked_at + WAL_BYTES_MAX // 4):
+        available = system.available_bytes(self.path.parent)
+        scarce = available is not None and size > 0 and available < size + _SCARCE_BYTES
+        if scarce or size > max(WAL_BYTES_MAX, self._wal_blocked_at + WAL_BYTES_MAX // 4):
             self.checkpoint()
             size = wal_of(self.path).stat().st_size
             self._wal_blocked_at = size if size > WAL_BYTES_MAX else 0
@@ -442,6 +451,9 @@ class Spool:
         self.store([row._replace(id=new_id)])
         self.books.stored_batches -= 1  # it had been stored before
         self.books.stored_items -= row.items
+        self.note(f"{_MOVED}{row.id:020}", new_id)  # for whoever still has the old receipt
+        query = "DELETE FROM meta WHERE key IN (SELECT key FROM meta WHERE key LIKE ? ORDER BY key DESC LIMIT -1 OFFSET ?)"
+        self._db.execute(query, (f"{_MOVED}%", MOVED_KEPT))
 
     def drop(self, row: NewRow) -> None:
         """Count what :meth:`take_refused` returned as thrown away by the user."""
@@ -475,9 +487,10 @@ class Spool:
             (conversation, conversation, ECHOES_KEPT),
         )
 
-    def forget_echoes(self, before: int) -> None:
-        """Forget the requests sent again before this time (microseconds since 1970): what was to arrive has."""
-        self._db.execute("DELETE FROM echo WHERE sent_at < ?", (before,))
+    def forget_echoes(self, before: int, conversation: str | None = None) -> None:
+        """Forget the requests sent again before this time (microseconds since 1970), of one conversation or of all."""
+        query = "DELETE FROM echo WHERE sent_at < ? AND conversation = coalesce(?, conversation)"
+        self._db.execute(query, (before, conversation))
 
     def note_duplicate(self, conversation: str, first_seq: int, last_seq: int) -> None:
         """Remember that this range of the log holds a second copy."""
@@ -563,6 +576,11 @@ class Spool:
     def outcome(self, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
         """The acknowledged range of a batch, or the record of the error that refused it, or None: neither is known."""
         return _outcome(self._db, row_id)
+
+    def requeued_as(self, row_id: int) -> int | None:
+        """The number under which a dead letter of this number goes on, if it was requeued."""
+        found: int | None = self.noted(f"{_MOVED}{row_id:020}")
+        return found
 
     def duplicates(self) -> list[tuple[str, int, int]]:
         """The ranges of :meth:`note_duplicate`."""

@@ -180,6 +180,7 @@ class Writer:
     echoes: list[Any] = field(default_factory=list)
     under_way: list[Any] = field(default_factory=list)
     commits: int = 0
+    possible: bool = False  # a duplicate is reported without its place
 
     def append(self) -> None:
         # Few different payloads, so that batches are often alike, and now and then one of several items.
@@ -257,21 +258,28 @@ class Writer:
     def audit(self) -> None:
         """The look at an idle lane that a flush ends with."""
         found = explain([], self.server[self.base :], self.base, echoes=self.echoes)
-        assert found is not None
-        self.note_duplicates(found)
+        if found is None:
+            self.possible = True
+        else:
+            self.note_duplicates(found)
 
 
 def check(writer: Writer) -> None:
     payloads = [item.payload for item in writer.server]
     gone = {seq for first, last in writer.duplicates for seq in range(first, last + 1)}
     kept = [payload for seq, payload in enumerate(payloads) if seq not in gone]
-    assert kept == [payload for batch in writer.appended for payload in batch]
+    appended = [payload for batch in writer.appended for payload in batch]
+    if writer.possible:
+        rest = iter(kept)
+        assert all(payload in rest for payload in appended), "something was lost or came out of order"
+        return
+    assert kept == appended
     assert sum(last - first + 1 for first, last in writer.duplicates) == len(gone)
 
 
 def run_histories(count: int, *, late: bool, seed: int) -> int:
     """How many of the histories held a duplicate; fails on the first one that broke the promise."""
-    with_duplicates = 0
+    with_duplicates = in_doubt = 0
     for number in range(count):
         rng = random.Random(seed * 1_000_003 + number)
         writer = Writer(rng, late)
@@ -295,6 +303,9 @@ def run_histories(count: int, *, late: bool, seed: int) -> int:
         writer.audit()
         check(writer)
         with_duplicates += bool(writer.duplicates)
+        in_doubt += writer.possible
+    # Three payloads for all batches: only there can a late copy be read in more than one way.
+    assert in_doubt <= count / 10_000
     return with_duplicates
 
 
