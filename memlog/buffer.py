@@ -9,6 +9,7 @@ This module knows no event loop and no network.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import weakref
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memlog import system
-from memlog.errors import BufferFullError, ClosedError
+from memlog.errors import BufferFullError, BufferUnusableError, ClosedError
 from memlog.spool import Books
-from memlog.writer import Accepted, Command, Listener, Writer, renew_lock_in_child
+from memlog.writer import Accepted, Command, Listener, Writer, after_fork_in_child, store_in_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,8 @@ class Buffer:
         self._pending_max = limits.unstored_bytes if directory is None else limits.disk_bytes
         self._listener = listener
         self._closed = False
+        self._in_line = False
+        self._said = False
         self._full: str | None = None
         self._reset()
         _alive.add(self)
@@ -85,7 +88,10 @@ class Buffer:
         self._behind: deque[Accepted] = deque()
 
     def start(self) -> None:
-        """Open the spools and start the writer; BufferUnusableError if that cannot be. Does nothing if it runs."""
+        """Open the spools and start the writer; BufferUnusableError if that cannot be. Does nothing if it runs.
+
+        NoThreadError if there is no thread to be had; :meth:`put` works all the same, unless the buffer is in memory.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError("the log is closed")
@@ -107,7 +113,13 @@ class Buffer:
         BufferFullError: nothing was taken. ClosedError: likewise. BufferUnusableError: the disk failed for good.
         """
         with self._lock:
-            writer = self._running()
+            try:
+                writer = None if self._in_line else self._running()
+            except system.NoThreadError:
+                writer = None
+            if writer is None:
+                self._put_in_line(accepted, size)
+                return
             if writer.broken is not None:
                 raise writer.broken
             if writer.full:
@@ -133,6 +145,23 @@ class Buffer:
                 writer.queue.put(accepted)
             finally:
                 self._let_behind_in(writer)
+
+    def _put_in_line(self, accepted: Accepted, size: int) -> None:
+        """No thread to be had, or the interpreter ends and the writer has: on disk when this returns."""
+        if self.directory is None:
+            raise BufferUnusableError(":memory:", "the process ends, or has no thread to give")
+        if self._writer is not None and not self._writer.ended.done():
+            raise BufferUnusableError(str(self.directory), "the process ends, and its disk does not answer")
+
+        def check(books: Books) -> None:
+            if books.pending_bytes + size > self._pending_max:
+                raise self._refusal("disk", books.pending_bytes, self._pending_max)
+
+        store_in_line(self.directory, accepted, check)
+        if not self._said:
+            self._said = True
+            text = "memlog: no thread is there to send: unsent items are kept in %s; opening the log again sends them"
+            logger.warning(text, self.directory)
 
     def _let_behind_in(self, writer: Writer) -> None:
         while True:
@@ -205,12 +234,25 @@ class Buffer:
         """The own spool's file; None in memory, or before the start."""
         return self._writer.spools.own.path if self._writer is not None else None
 
-    def close(self, timeout: float) -> bool:
-        """Store what was accepted, give up the spools, end the thread; whether that was done in ``timeout`` seconds."""
+    def stop(self, timeout: float) -> Future[None]:
+        """Store what was accepted within ``timeout`` seconds, give up the spools, end the thread; done when it has."""
         with self._lock:
             self._closed = True
             writer = self._writer
-        return writer is None or writer.stop(timeout)
+        if writer is not None:
+            return writer.stop(timeout)
+        nothing: Future[None] = concurrent.futures.Future()
+        nothing.set_result(None)
+        return nothing
+
+    def close(self, timeout: float) -> bool:
+        """:meth:`stop`, and whether that was done in ``timeout`` seconds."""
+        return bool(concurrent.futures.wait([self.stop(timeout)], timeout).done)
+
+    def end(self, timeout: float) -> bool:
+        """:meth:`close` because the interpreter ends: what is put from now on is stored in the calling thread."""
+        self._in_line = True
+        return self.close(timeout)
 
     # --- forks: the child must not touch what it inherited ----------------------------------------------------------
 
@@ -252,7 +294,7 @@ def _hook_forks() -> None:
             buffer._after_fork_in_parent(at_rest)  # noqa: SLF001
 
     def in_child() -> None:
-        renew_lock_in_child()
+        after_fork_in_child()
         for buffer, _ in held.__dict__.pop("buffers", ()):
             buffer._after_fork_in_child()  # noqa: SLF001
 

@@ -40,13 +40,13 @@ from memlog.replay import Pending
 from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
 from memlog.retry import NO_RETRY, RetryPolicy
 from memlog.salvage import Salvage
-from memlog.sender import Sender
+from memlog.sender import Sender, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Future
+    from ssl import SSLContext
 
-    from memlog.buffer import Accepted
     from memlog.directory import Notice, Spools
     from memlog.spool import NewRow, Spool
 
@@ -55,6 +55,8 @@ logger = logging.getLogger("memlog")
 T = TypeVar("T")
 
 _EXIT_SECONDS = 2.0
+_RESTART_SECONDS = 1.0
+_ending = False  # the interpreter is, and the hooks that were to store everything have run
 _CHECK_ID = "memlog-check"
 
 
@@ -71,6 +73,7 @@ class Settings:
     stamp: bool
     on_event: Callable[[Event], object] | None
     allow_insecure: bool
+    ssl_context: SSLContext | None
     transport: Any
 
     def user(self) -> str | None:
@@ -83,6 +86,7 @@ class Settings:
             timeout=self.timeout,
             retry=self.retry,
             allow_insecure=self.allow_insecure,
+            ssl_context=self.ssl_context,
             transport=self.transport,
         )
 
@@ -102,10 +106,14 @@ class Core:
         self.where = str(directory or ":memory:")
         self.buffer = Buffer(directory, settings.limits, self)
         self._sending = Sending(self)
-        self.buffer.start()
-        self.sealed.update(self.buffer.sealed)
-        if self.buffer.books.pending_batches:
-            self.sending()
+        if _ending:
+            self.buffer.end(0)
+            return
+        with contextlib.suppress(system.NoThreadError):  # what is appended is stored in line
+            self.buffer.start()
+            self.sealed.update(self.buffer.sealed)
+            if self.buffer.books.pending_batches:
+                self.sending()
 
     def refuse_memory(self) -> None:
         """Raise where nothing is ever stored."""
@@ -115,11 +123,19 @@ class Core:
     def sending(self) -> Sending:
         """The sending half of this process, started if need be; a forked child gets one of its own."""
         sending = self._sending
+        if sending.is_stranded():
+            with _lock:
+                if self._sending is sending:
+                    self.start_anew()
+                sending = self._sending
         sending.start()
         return sending
 
-    def after_fork_in_child(self) -> None:
-        """The sender and who waits for it are the parent's: this process gets its own, which starts when needed."""
+    def start_anew(self) -> None:
+        """Get another sending half, which starts when needed.
+
+        In a forked child, where this one and who waits for it are the parent's; or its engine's thread has ended.
+        """
         system.park(self._sending)
         self._sending = Sending(self)
 
@@ -182,23 +198,32 @@ class Core:
         sender = await self.sending().ready()
         await sender.client.replay_memory(_CHECK_ID, 0, 1, retry=NO_RETRY)
 
-    async def outcome(self, receipt: Accepted) -> Ack:
-        """Wait for the outcome of every batch of ``receipt``."""
+    async def outcome(self, spool_name: str, ids: range) -> Ack:
+        """Wait for the outcome of every one of these batches."""
         sending = self.sending()
-        ids = range(receipt.first_id, receipt.first_id + receipt.count)
-        ranges = [await sending.outcome(receipt.spool_name, row_id) for row_id in ids]
-        return Ack(ranges[0][0], ranges[-1][1])
+        ranges = [await sending.outcome(spool_name, row_id) for row_id in ids]
+        return Ack(min(first for first, _ in ranges), max(last for _, last in ranges))
+
+    async def confirm(self, spool_name: str, ids: range) -> None:
+        """Return once these batches are on disk; ClosedError or MemlogError if that is not known here."""
+
+        def look(spools: Spools) -> None:
+            for row_id in ids:
+                spools.outcome(spool_name, row_id)
+
+        await _here(self.buffer.run(look, after_puts=True))
 
     async def flush(self, timeout: float | None, until: str) -> FlushReport:
         deadline = None if timeout is None else time.monotonic() + timeout
-        sender = await self.sending().ready()
-        acknowledged, refused = sender.traffic.acknowledged_items, sender.traffic.refused_items
+        sending = self.sending()
+        acknowledged, refused = sending.counted
         complete = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 marks = await _here(self.buffer.run(lambda spools: spools.marks(), after_puts=until == "stored"))
                 complete = until == "stored"
                 while not complete:
+                    sender = await sending.ready()  # anew: it may have been replaced
                     news = sender.news()
                     complete = await _here(self.buffer.run(lambda spools: spools.drained_to(marks)))
                     pause = sender.gate.until - time.monotonic()
@@ -208,16 +233,23 @@ class Core:
                     await news.wait()
                 if complete and until == "acknowledged":
                     with contextlib.suppress(MemlogError):  # it reports; what it cannot read now the next one will
-                        await sender.audit()
+                        await (await sending.ready()).audit()
         if not complete:
             # The time was too short to ask; nothing unstored, looked at first, and nothing pending answer it as well.
             complete = self.buffer.unstored_bytes == 0 and self.buffer.books.pending_items == 0
-        state, reason = sender.state
+        return self.report(complete, since=(acknowledged, refused))
+
+    def report(self, complete: bool, *, since: tuple[int, int] | None = None) -> FlushReport:
+        """How things are, from memory; ``since`` is what :attr:`Sending.counted` was before."""
+        sending = self._sending
+        counted = sending.counted
+        before = since or counted
+        state, reason = sending.sender.state if sending.sender is not None else ("ok", None)
         return FlushReport(
             complete=complete,
-            acknowledged=sender.traffic.acknowledged_items - acknowledged,
+            acknowledged=counted[0] - before[0],
             pending=self.buffer.books.pending_items,
-            refused=sender.traffic.refused_items - refused,
+            refused=counted[1] - before[1],
             state=state,
             reason=reason,
         )
@@ -253,9 +285,16 @@ class Core:
             spool.note_lane(conversation_id, sealed=False)
             return True
 
-        if await _here(self.buffer.run(write, writes=True)):
-            self.sealed.discard(conversation_id)
-            self.sending().wake({conversation_id})
+        def done(future: Future[bool]) -> None:
+            # Here and not after the wait, which may be cancelled: what is stored must be sent all the same.
+            if not future.cancelled() and future.exception() is None and future.result():
+                self.sealed.discard(conversation_id)
+                with contextlib.suppress(system.NoThreadError):
+                    self.sending().wake({conversation_id})
+
+        future = self.buffer.run(write, writes=True)
+        future.add_done_callback(done)
+        await _here(future)
 
     async def drop(self, letter: DeadLetter) -> None:
         def write(spools: Spools) -> None:
@@ -299,7 +338,8 @@ class Core:
     async def leave(self, flush_timeout: float | None) -> None:
         """A handle goes; the last one flushes and closes everything."""
         try:
-            await self.flush(flush_timeout, "acknowledged")
+            with contextlib.suppress(ClosedError, system.NoThreadError):  # the process ends
+                await self.flush(flush_timeout, "acknowledged")
         finally:
             with _lock:
                 # Counted only now: of several that leave at once, the last one to have flushed closes.
@@ -311,12 +351,13 @@ class Core:
     async def _shut(self) -> None:
         await self._sending.stop()
         books = self.buffer.books
-        done = await asyncio.to_thread(self.buffer.close, _EXIT_SECONDS)
+        ended = asyncio.wrap_future(self.buffer.stop(_EXIT_SECONDS))
+        done = bool((await asyncio.wait([ended], timeout=_EXIT_SECONDS))[0])
         self._warn_unsent(self.buffer.books.pending_items if done else books.pending_items, stored=done)
 
     def exit(self) -> None:
         """The process ends: store what was accepted, within bounds, and say what is unsent."""
-        done = self.buffer.close(_EXIT_SECONDS)
+        done = self.buffer.end(_EXIT_SECONDS)
         system.park(self)
         self._warn_unsent(self.buffer.books.pending_items, stored=done)
 
@@ -342,32 +383,56 @@ class Sending:
         self._woken: set[str] = set()
         self._awaited: dict[tuple[str, int], asyncio.Event] = {}
         self._stopped = False
+        self._engine: engine.Engine | None = None
+        self._asking = 0
+        self._nobody_asks = asyncio.Event()
 
     def start(self) -> None:
         if self._task is None:
             with self._lock:
                 if self._task is None and not self._stopped:
-                    self._task = engine.running().spawn(self._run())
+                    self._engine = engine.running()
+                    self._task = self._engine.spawn(self._run())
+
+    def is_stranded(self) -> bool:
+        """Whether the thread it lived in has ended."""
+        return self._engine is not None and not self._engine.thread.is_alive()
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Items acknowledged and refused since the log was opened."""
+        if self.sender is None:
+            return 0, 0
+        return self.sender.traffic.acknowledged_items, self.sender.traffic.refused_items
 
     async def _run(self) -> None:
         core = self._core
-        self.sender = Sender(
-            buffer=core.buffer,
-            client=core.settings.make_client(),
-            policy=core.settings.retry,
-            tell=core.tell,
-            resolved=self._resolved,
-            sealed=core.sealed,
-        )
-        self._up.set()
-        self.sender.wake(self._woken)
-        try:
-            await self.sender.run()
-        except ClosedError:
-            pass  # the buffer was closed first, by the end of the process
-        except Exception:
-            logger.exception("memlog: sending stopped by a defect; items stay on disk")
-            raise
+        client = core.settings.make_client()
+        while True:
+            before = self.sender
+            self.sender = Sender(
+                buffer=core.buffer,
+                client=client,
+                policy=core.settings.retry,
+                tell=core.tell,
+                resolved=self._resolved,
+                sealed=core.sealed,
+                traffic=before.traffic if before is not None else Traffic(),
+            )
+            self._up.set()
+            self.sender.wake(self._woken)
+            if before is not None:
+                self._wake_all()
+                before.news().set()  # who waits looks again, at the new one
+            try:
+                await self.sender.run()
+            except ClosedError:
+                return  # the buffer was closed first, by the end of the process
+            except asyncio.CancelledError:
+                raise
+            except BaseException:
+                logger.exception("memlog: sending stopped by a defect; items stay on disk, and it starts anew")
+            await asyncio.sleep(_RESTART_SECONDS)
 
     async def ready(self) -> Sender:
         """The sender, once it is there."""
@@ -392,17 +457,38 @@ class Sending:
 
     async def outcome(self, spool_name: str, row_id: int) -> tuple[int, int]:
         """Where the batch stands in the log; raises what refused it."""
-        while not self._stopped:
+        while True:
+            last = self._stopped
             event = self._awaited.setdefault((spool_name, row_id), asyncio.Event())
-            found = await _here(self._core.buffer.run(lambda spools: spools.outcome(spool_name, row_id)))
+            found = await self._ask(spool_name, row_id)
             if isinstance(found, tuple):
                 return found
             if isinstance(found, dict):
                 raise from_record(found)
-            await event.wait()
-        raise ClosedError(
-            "the log is closed; a batch that was not acknowledged is on disk and goes out when it is opened again"
-        )
+            if isinstance(found, int):
+                row_id = found
+            elif last:
+                raise ClosedError(
+                    "the log is closed; a batch that was not acknowledged is on disk and goes out when it is opened"
+                    " again"
+                )
+            else:
+                await event.wait()
+
+    async def _ask(self, spool_name: str, row_id: int) -> tuple[int, int] | dict[str, Any] | int | None:
+        self._asking += 1
+        self._nobody_asks.clear()
+        try:
+            return await _here(self._core.buffer.run(lambda spools: spools.outcome(spool_name, row_id)))
+        finally:
+            self._asking -= 1
+            if self._asking == 0:
+                self._nobody_asks.set()
+
+    def _wake_all(self) -> None:
+        for event in self._awaited.values():
+            event.set()
+        self._awaited.clear()
 
     async def stop(self) -> None:
         self._stopped = True
@@ -410,9 +496,12 @@ class Sending:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await asyncio.wrap_future(self._task)
-        for event in self._awaited.values():
-            event.set()
-        self._awaited.clear()
+        self._wake_all()
+        await asyncio.sleep(0)  # whoever waited asks once more: it may have been acknowledged just now
+        if self._asking:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_SECONDS):
+                    await self._nobody_asks.wait()
         if self.sender is not None:
             await self.sender.client.close()
 
@@ -456,7 +545,7 @@ def _after_fork_in_child() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may have held it
     _lock = threading.RLock()
     for core in list(_cores.values()):
-        core.after_fork_in_child()
+        core.start_anew()
 
 
 system.at_fork(in_child=_after_fork_in_child)
@@ -464,6 +553,8 @@ system.at_fork(in_child=_after_fork_in_child)
 
 @atexit.register
 def _at_exit() -> None:
+    global _ending  # noqa: PLW0603 - there is one end
+    _ending = True
     for core in list(_cores.values()):
         core.exit()
 

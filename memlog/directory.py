@@ -35,7 +35,7 @@ from memlog.errors import BufferUnusableError, ClosedError, MemlogError
 from memlog.payload import pack
 from memlog.reserve import Reserve
 from memlog.salvage import finish, recover, salvage, unfinished
-from memlog.schema import DamagedError, is_damage
+from memlog.schema import DamagedError, is_damage, is_passing
 from memlog.spool import Books, LaneFacts, Spool, count_pending, peek, peek_outcome
 
 if TYPE_CHECKING:
@@ -204,7 +204,15 @@ def _warn_left_alone(error: BufferUnusableError) -> None:
 
 def _open(path: Path, lock: system.KernelLock | None) -> Spool:
     try:
-        return Spool.open(path, lock)
+        try:
+            return Spool.open(path, lock)
+        except BufferUnusableError as error:
+            # Even opening takes a few bytes, and a full disk has several names for that.
+            cause = error.__cause__
+            passing = isinstance(cause, sqlite3.Error) and is_passing(cause)
+            if not passing or not Reserve(path.with_suffix(".reserve")).drop():
+                raise
+            return Spool.open(path, lock)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -437,9 +445,10 @@ class Spools:
         mark = marks.get(self.own.name, 0)
         return not any(row.id < mark for row in self.unstored)
 
-    def outcome(self, spool_name: str, row_id: int) -> tuple[int, int] | dict[str, Any] | None:
+    def outcome(self, spool_name: str, row_id: int) -> tuple[int, int] | dict[str, Any] | int | None:
         """The acknowledged range of a batch, or the record of the error that refused it; None while it is pending.
 
+        A number, if it was refused and then requeued: it goes on under that one.
         ClosedError if its spool is not held here (any more), MemlogError if it was settled too long ago to be known.
         """
         spool = self.named(spool_name)
@@ -453,11 +462,14 @@ class Spools:
         if spool is self.own and any(row.id == row_id for row in self.unstored):
             return None
         found = spool.outcome(row_id)
-        if found is None and not spool.is_pending(row_id):
-            raise MemlogError(
-                "the outcome of this batch is no longer kept: it was settled long ago, requeued, or dropped"
-            )
-        return found
+        if found is not None or spool.is_pending(row_id):
+            return found
+        moved = spool.requeued_as(row_id)
+        if moved is not None:
+            return moved
+        if row_id >= spool.books.next_id or row_id < 1:
+            raise MemlogError(f"nothing was ever stored as number {row_id} of spool {spool_name}")
+        raise MemlogError("the outcome of this batch is no longer kept: it was settled long ago, or dropped")
 
 
 def _finish_what_was_cut_off(directory: Path) -> None:

@@ -74,12 +74,21 @@ class Engine:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._live, name="memlog-engine", daemon=True)
-        self.thread.start()
+        self._stopping = False
+        try:
+            self.thread = system.start_thread(self._live, "memlog-engine")
+        except BaseException:
+            self.loop.close()
+            raise
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not (self._stopping or self.loop.is_closed()):
+            # What comes out of it was meant to end the thread, and would strand all who wait; the loop is as it was.
+            try:
+                self.loop.run_forever()
+            except BaseException:
+                logger.exception("memlog: the engine was interrupted; it goes on")
 
     def is_here(self) -> bool:
         """Whether the caller runs in the engine's thread."""
@@ -102,16 +111,21 @@ class Engine:
 
     def block(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
         """Like :meth:`call`, holding the calling thread; RuntimeError from memlog's own threads."""
+        return self.block_for(None, function, *args, **options)
+
+    def block_for(self, seconds: float | None, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        """Like :meth:`block`; TimeoutError after ``seconds``, also if the loop is stuck."""
         refuse_own_thread()
         future = self.spawn(_as_coroutine(function, args, options))
         try:
-            return future.result()
+            return future.result(seconds)
         except BaseException:
             future.cancel()
             raise
 
     def stop(self, timeout: float) -> None:
         """End the thread, with the process: what runs there stays as it is, and who waits for it is not woken."""
+        self._stopping = True
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout)
@@ -133,15 +147,14 @@ class Callbacks:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._live, name="memlog-callbacks", daemon=True)
-        self.thread.start()
+        self.thread = system.start_thread(self._live, "memlog-callbacks")
 
     def _live(self) -> None:
         while (entry := self._queue.get()) is not None:
             function, value = entry
             try:
                 function(value)
-            except Exception:
+            except BaseException:
                 logger.exception("memlog: a callback raised; memlog goes on")
 
     def call(self, function: Callable[[Any], object], value: object) -> None:

@@ -8,7 +8,13 @@
     │  ├ InvalidRequestError        the caller: anything else the server calls invalid
     │  ├ ConversationFullError      the caller: start a successor conversation
     │  ├ RateLimitedError           the caller of `Client`: wait `retry_after`; a log waits by itself
-    │  └ AuthenticationError        the operator: credentials, or the kind of token
+    │  ├ AuthenticationError        the operator: credentials, or the kind of token
+    │  ├ ConflictError              the caller: a team record is not as the call takes it to be
+    │  │  ├ RevisionChangedError        read the record again
+    │  │  ├ RecordUnavailableError      there is none of this id in this scope
+    │  │  ├ RequestIdReusedError        the id belongs to another write, which was carried out
+    │  │  └ ReplacementRejectedError    write another text
+    │  └ NotSavedError              the caller: the team server's quality gate does not keep this text
     ├ TransientError            nobody: retry
     │  ├ ConnectionFailedError
     │  ├ TimedOutError
@@ -36,6 +42,7 @@ __all__ = [
     "BufferFullError",
     "BufferUnusableError",
     "ClosedError",
+    "ConflictError",
     "ConnectionFailedError",
     "ConversationFullError",
     "InvalidConversationIdError",
@@ -43,11 +50,16 @@ __all__ = [
     "InvalidRequestError",
     "MemlogError",
     "MemoryUnavailableError",
+    "NotSavedError",
     "PermanentError",
     "ProtocolError",
     "RateLimitedError",
+    "RecordUnavailableError",
     "RedirectRefusedError",
+    "ReplacementRejectedError",
+    "RequestIdReusedError",
     "ResponseTooLargeError",
+    "RevisionChangedError",
     "SequenceError",
     "ServerError",
     "TimedOutError",
@@ -62,8 +74,10 @@ class MemlogError(Exception):
     """Base of all. ``retry_after`` is in seconds, or None where waiting is not known to help.
 
     ``status`` is the HTTP status, ``code`` the JSON-RPC or tool error code and ``server_said`` the server's own words
-    (trimmed, never a payload), each None where there was none.
+    (trimmed, never a payload), each None where there was none. ``request_id`` is that of the team write which failed.
     """
+
+    request_id: str | None = None
 
     def __init__(
         self,
@@ -173,6 +187,34 @@ class AuthenticationError(PermanentError):
     """The credentials were refused, or are of the wrong kind for this tool. A log keeps everything and waits."""
 
 
+class ConflictError(PermanentError):
+    """The team's records are not as the call takes them to be. It changed nothing; ``server_said`` has the reason."""
+
+
+class RevisionChangedError(ConflictError):
+    """The record has another revision by now, or is not active any more: read it, and decide anew."""
+
+
+class RecordUnavailableError(ConflictError):
+    """The server knows no such record in this scope."""
+
+
+class RequestIdReusedError(ConflictError):
+    """Another write of the same user went by this ``request_id`` in this scope, and was carried out."""
+
+
+class ReplacementRejectedError(ConflictError):
+    """The server's quality gate refused the text of an update."""
+
+
+class NotSavedError(PermanentError):
+    """The server's quality gate did not keep the text; ``quality`` is what it says of it, if it says anything."""
+
+    def __init__(self, message: str, *, quality: dict[str, Any] | None = None, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.quality = quality
+
+
 class TransientError(MemlogError):
     """Nothing is wrong with the request: try again."""
 
@@ -194,7 +236,14 @@ class ServerError(TransientError):
 
 
 class ProtocolError(TransientError):
-    """The answer is not what the protocol or the contract calls an answer: a proxy's page, a wrong address, a bug."""
+    """The answer is not what the protocol or the contract calls an answer: a proxy's page, a wrong address, a bug.
+
+    ``row`` is the place in its list, from 0, of the one entry that could not be read; None if it is not that.
+    """
+
+    def __init__(self, message: str, *, row: int | None = None, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.row = row
 
 
 class RedirectRefusedError(TransientError):
@@ -250,10 +299,15 @@ class ClosedError(MemlogError):
 
 
 class SequenceError(MemlogError):
-    """The server's numbering contradicts the contract: ``got`` where ``expected`` should stand."""
+    """The server's numbering contradicts the contract: ``got`` where ``expected`` should stand.
 
-    def __init__(self, message: str, *, expected: int, got: int, **details: Any) -> None:
-        super().__init__(f"{message}: expected {expected}, got {got}", **details)
+    ``got`` is None if the item ``expected``, which was read before, is gone or another one by now: the log was changed
+    or reset underneath.
+    """
+
+    def __init__(self, message: str, *, expected: int, got: int | None, **details: Any) -> None:
+        place = f"item {expected}" if got is None else f"expected {expected}, got {got}"
+        super().__init__(f"{message}: {place}", **details)
         self.expected = expected
         self.got = got
 

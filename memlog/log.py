@@ -6,6 +6,7 @@ Appending touches only the buffer; everything that waits crosses to the engine a
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,38 +14,60 @@ import anyio
 
 from memlog import core, engine
 from memlog.buffer import Accepted, BufferLimits
-from memlog.errors import ClosedError, ConversationFullError, ResponseTooLargeError
-from memlog.limits import CONVERSATION_ITEMS_MAX
+from memlog.errors import ClosedError, ConversationFullError, MemoryUnavailableError, ResponseTooLargeError
+from memlog.limits import CONVERSATION_ITEMS_MAX, PAGE_ITEMS_MAX
+from memlog.models import check_range
 from memlog.payload import Batch, check_conversation_id, encode, encode_batch, encode_batches
-from memlog.replay import Pending, Replay
+from memlog.replay import Listing, Pending, Replay
 from memlog.retry import RetryPolicy
 from memlog.stamps import STAMP_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping
+    from concurrent.futures import Future
+    from ssl import SSLContext
     from types import TracebackType
 
     from pydantic import BaseModel
 
     from memlog.core import Core
     from memlog.events import Event
-    from memlog.models import Ack, Item
+    from memlog.models import Ack, ConversationInfo, Item
     from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
     from memlog.sync import SyncMemoryLog
+
+
+_RECEIPT_ID = re.compile(r"([0-9a-f]{16})\.([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_RECEIPT_BATCHES_MAX = 1_000_000  # of one append
+_SLACK_SECONDS = 1.0  # what a deadline is given to be kept by the engine, before it is kept without it
 
 
 class Receipt(Accepted):
     """What ``append`` returns. Ignoring it costs nothing; awaiting it means :meth:`stored`."""
 
-    __slots__ = ("_core",)
+    __slots__ = ("_ack", "_core", "_recalled")
 
     def __init__(self, core: Core, conversation_id: str, batches: list[Batch]) -> None:
         super().__init__(conversation_id, batches)
         self._core = core
+        self._ack: Ack | None = None
+        self._recalled = False
+
+    @classmethod
+    def _recall(cls, core: Core, receipt_id: str) -> Receipt:
+        match = _RECEIPT_ID.fullmatch(receipt_id) if isinstance(receipt_id, str) else None
+        first, last = (int(match[2]), int(match[3] or match[2])) if match else (1, 0)
+        if match is None or not 0 <= last - first < _RECEIPT_BATCHES_MAX:
+            msg = f"not the id of a receipt: {receipt_id!r:.80}"
+            raise ValueError(msg)
+        receipt = cls(core, "", [])
+        receipt.spool_name, receipt.first_id, receipt.count = match[1], first, last - first + 1
+        receipt._recalled = True
+        return receipt
 
     @property
     def id(self) -> str:
-        """Names this append in this machine's buffer, for good."""
+        """Names this append in this machine's buffer; once it is stored, for good: see :meth:`MemoryLog.receipt`."""
         last = f"-{self.first_id + self.count - 1}" if self.count > 1 else ""
         return f"{self.spool_name}.{self.first_id}{last}"
 
@@ -65,11 +88,21 @@ class Receipt(Accepted):
         which changes nothing, as cancelling does. ClosedError: the log was closed first; the batch is on disk and goes
         out when a log is opened there again.
         """
-        with anyio.fail_after(timeout):
-            await self._taken()
-            return await engine.running().call(self._core.outcome, self)
+        if self._ack is None:
+            with anyio.fail_after(timeout):
+                if not self._recalled:
+                    await self._taken()
+                self._ack = await engine.running().call(self._core.outcome, self.spool_name, self._ids)
+        return self._ack
+
+    @property
+    def _ids(self) -> range:
+        return range(self.first_id, self.first_id + self.count)
 
     async def _taken(self) -> None:
+        if self._recalled:
+            await engine.running().call(self._core.confirm, self.spool_name, self._ids)
+            return
         while not self.is_stored():
             done = anyio.Event()
             self.when_stored(engine.waker(done.set))
@@ -79,7 +112,8 @@ class Receipt(Accepted):
         return self.stored().__await__()
 
     def __repr__(self) -> str:
-        return f"<Receipt {self.id} of conversation {self.conversation_id}>"
+        whose = f" of conversation {self.conversation_id}" if self.conversation_id else ""
+        return f"<Receipt {self.id}{whose}>"
 
 
 class Conversation:
@@ -124,42 +158,112 @@ class Conversation:
         return receipt
 
     def replay(
-        self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True, raw: bool = False
+        self,
+        offset: int = 0,
+        *,
+        limit: int | None = None,
+        include_pending: bool = True,
+        raw: bool = False,
+        on_unavailable: Literal["raise", "pending"] = "raise",
+        follow: bool = False,
     ) -> Replay:
         """The conversation from ``offset`` on: ``async for item in chat.replay()``. See :class:`Replay`.
 
         Items that are only on this machine come last, with ``seq`` and ``recorded_at`` None, unless
         ``include_pending`` is false. Stamps are removed, and further copies of stamped items passed over, unless
         ``raw``.
+
+        ``on_unavailable="pending"``: where the server cannot be read, or not any further, go on with what is pending
+        instead of raising MemoryUnavailableError, and set :attr:`Replay.degraded`. Then items may be missing, and items
+        that arrived without an answer may come twice, unless they are stamped.
+
+        ``follow=True``: at the end of the log wait for more, asking every 0.2 to 5 seconds, until the replay or the log
+        is closed. Pending items come when they are in the log. ValueError together with ``on_unavailable="pending"``.
         """
         self._log.refuse_closed()
-        pending = self._pending if include_pending else None
-        return Replay(self._page, offset=offset, limit=limit, pending=pending, raw=raw)
+        degrade = _degrades(on_unavailable, include_pending)
+        if follow and degrade:
+            msg = 'follow waits for the server; it does not go with on_unavailable="pending"'
+            raise ValueError(msg)
+        return Replay(
+            self._page,
+            offset=offset,
+            limit=limit,
+            pending=self._pending if include_pending and not follow else None,
+            raw=raw,
+            ahead=self._ahead,
+            degrade=degrade,
+            follow=(lambda: not self._log.closed) if follow else None,
+        )
 
-    async def recall(self, limit: int = 100, *, include_pending: bool = True) -> list[Item]:
+    async def recall(
+        self,
+        limit: int = 100,
+        *,
+        include_pending: bool = True,
+        on_unavailable: Literal["raise", "pending"] = "raise",
+    ) -> list[Item]:
         """The newest ``limit`` (1 to 1000) items, oldest of them first, over what is pending too.
+
+        ``on_unavailable="pending"``: only what is pending, where the server cannot be read. No item has a ``seq`` then,
+        and an empty list says nothing of the log; :meth:`replay` tells the difference.
 
         Raises as :class:`Replay`; ValueError for another ``limit``.
         """
         self._log.refuse_closed()
+        degrade = _degrades(on_unavailable, include_pending)
+        check_range("limit", limit, 1, PAGE_ITEMS_MAX)
+        items: list[Item] = []
+        start, degraded = 0, False
+        try:
+            items, start = await self._newest(limit)
+        except MemoryUnavailableError:
+            if not degrade:
+                raise
+            degraded = True
+        pending = self._pending if include_pending else None
+        replay = Replay(self._page, offset=start, pending=pending, begin=items, degrade=degrade, degraded=degraded)
+        return [item async for item in replay][-limit:]
+
+    async def _newest(self, limit: int) -> tuple[list[Item], int]:
+        """The newest items of the log, or none if they are too large for one answer; and where reading goes on."""
         try:
             items = await self._core.read(lambda client: client.recall_memory(self.id, limit))
-            start = _end_of(items)
         except ResponseTooLargeError:
             # The newest one says where the log ends; the pages of a replay get as small as they have to.
             newest = await self._core.read(lambda client: client.recall_memory(self.id, 1))
-            items, start = [], max(0, _end_of(newest) - limit)
-        pending = self._pending if include_pending else None
-        return [item async for item in Replay(self._page, offset=start, pending=pending, begin=items)][-limit:]
+            return [], max(0, _end_of(newest) - limit)
+        return items, _end_of(items)
 
     async def _page(self, offset: int, size: int) -> list[Item]:
-        return await self._core.read(lambda client: client.replay_memory(self.id, offset, size))
+        return await self._core.read(lambda client: client.replay_page(self.id, offset, size))
+
+    def _ahead(self, offset: int, size: int) -> _Ahead:
+        return _Ahead(self._page, offset, size)
 
     async def _pending(self, position: int) -> Pending | None:
         return await engine.running().call(self._core.pending, self.id, position)
 
     def __repr__(self) -> str:
         return f"<Conversation {self.id}>"
+
+
+class _Ahead:
+    """A page that is fetched in the engine meanwhile. Given up or forgotten, it ends there by itself."""
+
+    __slots__ = ("_engine", "_future")
+
+    def __init__(self, fetch: Callable[[int, int], Coroutine[Any, Any, list[Item]]], offset: int, size: int) -> None:
+        self._engine = engine.running()
+        self._future: Future[list[Item]] = self._engine.spawn(fetch(offset, size))
+
+    async def come(self) -> list[Item] | None:
+        if engine.running() is not self._engine:
+            return None  # forked since: the page comes to the parent
+        return await engine.outcome(self._future)
+
+    def drop(self) -> None:
+        self._future.cancel()
 
 
 class MemoryLog:
@@ -194,7 +298,9 @@ class MemoryLog:
         if until not in ("acknowledged", "stored"):
             msg = f'until is "acknowledged" or "stored", got {until!r}'
             raise ValueError(msg)
-        return await engine.running().call(self._core.flush, timeout, until)
+        with anyio.move_on_after(flush_patience(timeout)):
+            return await engine.running().call(self._core.flush, timeout, until)
+        return self._core.report(complete=False)
 
     async def check(self) -> None:
         """Make one read-only call and return if it was answered: a start-up probe.
@@ -207,6 +313,18 @@ class MemoryLog:
     def statistics(self) -> Statistics:
         """The log at this moment, from memory: never waits."""
         return self._core.statistics()
+
+    def receipt(self, receipt_id: str) -> Receipt:
+        """The receipt of an earlier append, perhaps of an earlier process, by its :attr:`Receipt.id`.
+
+        ``stored()`` returns if the append is on this machine's disk, be it pending, acknowledged or refused;
+        ``acknowledged()`` waits and answers as the first receipt would, and follows a dead letter that was requeued.
+        Both raise MemlogError if nothing is known of it (any more), and ClosedError if it waits in the buffer of
+        another process that lives. Where ``stored()`` had not returned when a process died, its number may have been
+        given out again. ValueError: not an id at all.
+        """
+        self.refuse_closed()
+        return Receipt._recall(self._core, receipt_id)  # noqa: SLF001 - the log makes receipts
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The batches that were refused and wait for a decision, oldest first."""
@@ -226,6 +344,18 @@ class MemoryLog:
         """Throw a dead letter away for good. Does nothing if it is no dead letter any more."""
         self.refuse_closed()
         await engine.running().call(self._core.drop, letter)
+
+    def list_conversations(self) -> AsyncIterator[ConversationInfo]:
+        """The conversations that the server holds for this site: ``async for info in log.list_conversations()``.
+
+        Each with its ``conversation_id`` and what else the server tells. One that is only pending is not among them.
+        Raises as :class:`Replay` from the first await on; iterating again goes on where it stopped.
+        """
+        self.refuse_closed()
+        return Listing(self._conversations)
+
+    async def _conversations(self, limit: int, after: str | None) -> list[ConversationInfo]:
+        return await self._core.read(lambda client: client.list_conversations(limit, after))
 
     async def duplicates(self) -> list[Duplicate]:
         """The ranges of the remote log that were found to be second copies, left by requests that were sent twice."""
@@ -275,6 +405,7 @@ def open_log(
     stamp: bool = False,
     on_event: Callable[[Event], object] | None = None,
     allow_insecure: bool = False,
+    ssl_context: SSLContext | None = None,
     transport: Any = None,
 ) -> MemoryLog:
     """Open the buffered log of one site; needs neither network nor loop, and the result is usable at once.
@@ -294,6 +425,7 @@ def open_log(
             copies even where several writers share a conversation. Items that have the key themselves are refused.
         on_event: called with each :class:`memlog.events.Event` in a thread of its own. Its exceptions are logged.
         allow_insecure: permit Basic credentials over plain http beyond this machine.
+        ssl_context: for https, instead of the authorities of the system and of ``SSL_CERT_FILE`` or ``SSL_CERT_DIR``.
         transport: an ``httpx.AsyncBaseTransport`` instead of the network, for tests.
 
     Opening the same endpoint, user and directory again in one process returns another handle on the same buffer and
@@ -324,9 +456,25 @@ def open_log(
         stamp=stamp,
         on_event=on_event,
         allow_insecure=allow_insecure,
+        ssl_context=ssl_context,
         transport=transport,
     )
     return MemoryLog(core.join(settings), flush_timeout)
+
+
+def _degrades(on_unavailable: str, include_pending: bool) -> bool:
+    if on_unavailable not in ("raise", "pending"):
+        msg = f'on_unavailable is "raise" or "pending", got {on_unavailable!r}'
+        raise ValueError(msg)
+    if on_unavailable == "pending" and not include_pending:
+        msg = 'on_unavailable="pending" goes on with what is pending, which include_pending=False leaves out'
+        raise ValueError(msg)
+    return on_unavailable == "pending"
+
+
+def flush_patience(timeout: float | None) -> float | None:
+    """How long the caller of ``flush(timeout)`` waits for the engine, which may be stuck, to keep the time."""
+    return None if timeout is None else max(timeout, 0.0) + _SLACK_SECONDS
 
 
 def _end_of(items: list[Item]) -> int:

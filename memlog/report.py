@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from memlog.errors import to_record
+
 if TYPE_CHECKING:
     from datetime import datetime
 
@@ -77,6 +79,20 @@ class DeadLetter:
     refused_at: datetime
     error: PermanentError
     payloads: list[dict[str, Any]] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON can take it, to be exported: the time in ISO 8601, the error as its class and its data."""
+        record = to_record(self.error)
+        error = {"type": record["type"], "message": str(self.error), **record["data"]}
+        return {
+            "id": self.id,
+            "conversation_id": self.conversation_id,
+            "items": self.items,
+            "bytes": self.bytes,
+            "refused_at": self.refused_at.isoformat(),
+            "error": error,
+            "payloads": self.payloads,
+        }
 
 
 @dataclass(frozen=True, slots=True)

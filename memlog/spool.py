@@ -452,8 +452,8 @@ class Spool:
         self.books.stored_batches -= 1  # it had been stored before
         self.books.stored_items -= row.items
         self.note(f"{_MOVED}{row.id:020}", new_id)  # for whoever still has the old receipt
-        query = "DELETE FROM meta WHERE key IN (SELECT key FROM meta WHERE key LIKE ? ORDER BY key DESC LIMIT -1 OFFSET ?)"
-        self._db.execute(query, (f"{_MOVED}%", MOVED_KEPT))
+        old = "SELECT key FROM meta WHERE key LIKE ? ORDER BY key DESC LIMIT -1 OFFSET ?"
+        self._db.execute(f"DELETE FROM meta WHERE key IN ({old})", (f"{_MOVED}%", MOVED_KEPT))  # noqa: S608 - our own words
 
     def drop(self, row: NewRow) -> None:
         """Count what :meth:`take_refused` returned as thrown away by the user."""

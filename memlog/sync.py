@@ -8,25 +8,30 @@ RuntimeError, and an ``on_event`` callback may use it.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from memlog import engine
 from memlog.buffer import BufferLimits
+from memlog.log import flush_patience
 from memlog.log import open_log as _open_log
 from memlog.retry import RetryPolicy
+from memlog.system import NoThreadError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from ssl import SSLContext
     from types import TracebackType
 
     from pydantic import BaseModel
 
     from memlog.events import Event
     from memlog.log import Conversation, MemoryLog, Receipt
-    from memlog.models import Ack, Item
+    from memlog.models import Ack, ConversationInfo, Item
     from memlog.replay import Replay
     from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
+
+T = TypeVar("T")
 
 __all__ = ["SyncConversation", "SyncMemoryLog", "SyncReceipt", "SyncReplay", "open_log"]
 
@@ -43,6 +48,7 @@ def open_log(
     stamp: bool = False,
     on_event: Callable[[Event], object] | None = None,
     allow_insecure: bool = False,
+    ssl_context: SSLContext | None = None,
     transport: Any = None,
 ) -> SyncMemoryLog:
     """:func:`memlog.open_log` with the blocking face; the same settings, errors and environment."""
@@ -57,6 +63,7 @@ def open_log(
         stamp=stamp,
         on_event=on_event,
         allow_insecure=allow_insecure,
+        ssl_context=ssl_context,
         transport=transport,
     ).sync
 
@@ -71,12 +78,15 @@ class SyncReceipt:
 
     @property
     def id(self) -> str:
-        """Names this append in this machine's buffer, for good."""
+        """Names this append in this machine's buffer; once it is stored, for good."""
         return self._receipt.id
 
     def stored(self, timeout: float | None = None) -> None:
         """Wait until it is on this machine's disk, synced; TimeoutError after ``timeout`` seconds changes nothing."""
         engine.refuse_own_thread()
+        if self._receipt._recalled:  # noqa: SLF001 - two faces of one thing
+            engine.running().block(self._receipt.stored, timeout)
+            return
         self._receipt._core.refuse_memory()  # noqa: SLF001 - two faces of one thing
         done = threading.Event()
         self._receipt.when_stored(done.set)
@@ -104,6 +114,19 @@ class SyncReplay:
         """Where to go on: behind the last item of the log that was handed over."""
         return self._replay.next_offset
 
+    @property
+    def degraded(self) -> bool:
+        """Whether the server could not be read, so that of the log something may be missing."""
+        return self._replay.degraded
+
+    def skip(self) -> None:
+        """Pass over the item at ``next_offset``; as :meth:`memlog.Replay.skip`."""
+        self._replay.skip()
+
+    def pages(self) -> Iterator[list[Item]]:
+        """The same iteration in lists; as :meth:`memlog.Replay.pages`."""
+        return _Each(self._replay.pages())
+
     def __iter__(self) -> Self:
         return self
 
@@ -118,7 +141,23 @@ class SyncReplay:
 
     def close(self) -> None:
         """End the iteration."""
-        engine.running().block(self._replay.aclose)
+        engine.running().block(self._replay.close)
+
+
+class _Each(Generic[T]):
+    """An asynchronous iteration for a plain ``for``."""
+
+    def __init__(self, source: AsyncIterator[T]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return engine.running().block(self._source.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
 
 
 class SyncConversation:
@@ -143,14 +182,38 @@ class SyncConversation:
         return SyncReceipt(self._conversation.extend(items, atomic=atomic))
 
     def replay(
-        self, offset: int = 0, *, limit: int | None = None, include_pending: bool = True, raw: bool = False
+        self,
+        offset: int = 0,
+        *,
+        limit: int | None = None,
+        include_pending: bool = True,
+        raw: bool = False,
+        on_unavailable: Literal["raise", "pending"] = "raise",
+        follow: bool = False,
     ) -> SyncReplay:
         """``for item in chat.replay()``; as :meth:`memlog.Conversation.replay`."""
-        return SyncReplay(self._conversation.replay(offset, limit=limit, include_pending=include_pending, raw=raw))
+        return SyncReplay(
+            self._conversation.replay(
+                offset,
+                limit=limit,
+                include_pending=include_pending,
+                raw=raw,
+                on_unavailable=on_unavailable,
+                follow=follow,
+            )
+        )
 
-    def recall(self, limit: int = 100, *, include_pending: bool = True) -> list[Item]:
+    def recall(
+        self,
+        limit: int = 100,
+        *,
+        include_pending: bool = True,
+        on_unavailable: Literal["raise", "pending"] = "raise",
+    ) -> list[Item]:
         """The newest items; as :meth:`memlog.Conversation.recall`."""
-        return engine.running().block(self._conversation.recall, limit, include_pending=include_pending)
+        return engine.running().block(
+            self._conversation.recall, limit, include_pending=include_pending, on_unavailable=on_unavailable
+        )
 
     def __repr__(self) -> str:
         return repr(self._conversation)
@@ -170,7 +233,10 @@ class SyncMemoryLog:
         self, timeout: float | None = None, *, until: Literal["acknowledged", "stored"] = "acknowledged"
     ) -> FlushReport:
         """Wait until everything appended before is acknowledged; as :meth:`memlog.MemoryLog.flush`."""
-        return engine.running().block(self._log.flush, timeout, until=until)
+        try:
+            return engine.running().block_for(flush_patience(timeout), self._log.flush, timeout, until=until)
+        except TimeoutError:
+            return self._log._core.report(complete=False)  # noqa: SLF001 - two faces of one thing
 
     def check(self) -> None:
         """Make one read-only call and raise what it met; as :meth:`memlog.MemoryLog.check`."""
@@ -179,6 +245,10 @@ class SyncMemoryLog:
     def statistics(self) -> Statistics:
         """The log at this moment; never waits."""
         return self._log.statistics()
+
+    def receipt(self, receipt_id: str) -> SyncReceipt:
+        """The receipt of an earlier append by its id; as :meth:`memlog.MemoryLog.receipt`."""
+        return SyncReceipt(self._log.receipt(receipt_id))
 
     def dead_letters(self) -> list[DeadLetter]:
         """The batches that were refused and wait for a decision."""
@@ -192,13 +262,22 @@ class SyncMemoryLog:
         """Throw a dead letter away for good."""
         engine.running().block(self._log.drop, letter)
 
+    def list_conversations(self) -> Iterator[ConversationInfo]:
+        """The conversations that the server holds; as :meth:`memlog.MemoryLog.list_conversations`."""
+        return _Each(self._log.list_conversations())
+
     def duplicates(self) -> list[Duplicate]:
         """The ranges of the remote log that were found to be second copies."""
         return engine.running().block(self._log.duplicates)
 
     def close(self) -> None:
         """Flush for ``flush_timeout`` seconds, then let go of the buffer. Idempotent."""
-        engine.running().block(self._log.close)
+        try:
+            running = engine.running()
+        except NoThreadError:
+            self._log.closed = True  # the interpreter ends, which stores what was accepted
+            return
+        running.block(self._log.close)
 
     def __enter__(self) -> Self:
         return self

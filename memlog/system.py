@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,6 +148,17 @@ def why_not_durable(path: Path) -> str | None:
     return _VOLATILE.get(kind or "")
 
 
+def available_bytes(path: Path) -> int | None:
+    """How much can be written to the disk that the directory ``path`` is on; None if that cannot be told."""
+    if not hasattr(os, "statvfs"):
+        return None
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
 def is_remote(path: Path) -> bool:
     """Whether ``path`` is on a network file system: its users may be on several machines, which share no memory."""
     return _file_system(path) in _REMOTE
@@ -165,6 +177,20 @@ def _file_system(path: Path) -> str | None:
         if resolved.is_relative_to(mount) and len(mount.parts) >= depth:  # the last mount on a place is the one seen
             depth, kind = len(mount.parts), right.split()[0]
     return kind
+
+
+class NoThreadError(RuntimeError):
+    """The system has no thread to give, or the interpreter ends: from Python 3.12 on it refuses them then."""
+
+
+def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread that runs ``run``; NoThreadError if there is none to be had."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThreadError(f"memlog: {error}") from error
+    return thread
 
 
 _parked: list[object] = []

@@ -19,12 +19,14 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from memlog import inbox
+from memlog import inbox, system
 from memlog.directory import open_spools
-from memlog.errors import BufferUnusableError, ClosedError
+from memlog.errors import BufferUnusableError, ClosedError, MemlogError
 from memlog.schema import DamagedError, error_name, is_damage, is_passing
 from memlog.spool import Books, NewRow
 from memlog.stamps import new_writer, stamped
@@ -51,6 +53,7 @@ _KNOWN_MAX = 10_000
 _REPAIRS = (3, 60.0)  # so many in so many seconds: beyond, the disk is not to be written to
 
 _registering = threading.Lock()  # between those who wait for one receipt
+_generation = 0  # how many forks lie between this process and the first one
 
 
 class Accepted:
@@ -60,7 +63,17 @@ class Accepted:
     itself and then looks again, whoever completes sets the state and then notifies.
     """
 
-    __slots__ = ("__weakref__", "_notify", "_stored", "batches", "conversation_id", "count", "first_id", "spool_name")
+    __slots__ = (
+        "__weakref__",
+        "_generation",
+        "_notify",
+        "_stored",
+        "batches",
+        "conversation_id",
+        "count",
+        "first_id",
+        "spool_name",
+    )
 
     def __init__(self, conversation_id: str, batches: list[Batch]) -> None:
         self.conversation_id = conversation_id
@@ -70,9 +83,12 @@ class Accepted:
         self.spool_name = ""
         self._stored: BaseException | bool = False
         self._notify: list[Callable[[], object]] | None = None
+        self._generation = _generation
 
     def is_stored(self) -> bool:
         """Whether it is on disk; raises the error that prevents it for good."""
+        if self._stored is False and self._generation != _generation:
+            raise ClosedError("this append was not on disk yet when this process was forked from the one that made it")
         if isinstance(self._stored, BaseException):
             raise self._stored
         return self._stored
@@ -81,7 +97,7 @@ class Accepted:
         """Call ``notify``, from any thread, once :meth:`is_stored` has an answer."""
         with _registering:
             self._notify = [*(self._notify or ()), notify]
-        if self._stored is not False:
+        if self._stored is not False or self._generation != _generation:
             notify()
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -92,10 +108,11 @@ class Accepted:
             notify()
 
 
-def renew_lock_in_child() -> None:
-    """In a forked child: another thread of the parent may have held the lock between those who wait."""
-    global _registering  # noqa: PLW0603 - locks belong to a process, and so does this
+def after_fork_in_child() -> None:
+    """What was accepted and not stored is the parent's; so is the lock between those who wait, if it was held."""
+    global _registering, _generation  # noqa: PLW0603 - they belong to a process
     _registering = threading.Lock()
+    _generation += 1
 
 
 class Listener(Protocol):
@@ -124,7 +141,7 @@ class Command:
 
     def is_wanted(self) -> bool:
         """Whether nobody cancelled it; from here on nobody can."""
-        return self.future.set_running_or_notify_cancel()
+        return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
 class Writer:
@@ -138,7 +155,7 @@ class Writer:
         self.at_rest = threading.Lock()  # held while a transaction is open
         self.committed_bytes = 0
         self.broken: BufferUnusableError | None = None
-        self.full = False  # not even the reserve could be made again
+        self.full = False  # the disk takes nothing new, and acknowledgements have the room of the reserve
         self.books = Books()
         self.oldest: int | None = None
         self.held = 1
@@ -146,6 +163,7 @@ class Writer:
         self._listener = listener
         self._allocate = allocate
         self._stamp = new_writer()
+        self._group: deque[Accepted | Command] = deque()  # taken from the queue, not looked at yet
         self._accepted: list[tuple[Accepted, list[NewRow]]] = []  # not on disk yet
         self._commands: list[Command] = []  # not committed yet
         self._reads: list[Command] = []  # not done yet
@@ -160,17 +178,16 @@ class Writer:
         self._scanned_at = 0.0
         self._deadline: float | None = None
         self._stopping = False
+        self.ended: Future[None] = Future()
         opened: Future[Spools] = Future()
-        self.thread = threading.Thread(target=self._live, args=(directory, opened), name="memlog-writer", daemon=True)
-        self.thread.start()
+        self.thread = system.start_thread(partial(self._live, directory, opened), "memlog-writer")
         self.spools = opened.result()
 
-    def stop(self, timeout: float) -> bool:
-        """Store what was accepted, give everything up and end; whether that was done in ``timeout`` seconds."""
-        self._deadline = time.monotonic() + timeout
+    def stop(self, timeout: float) -> Future[None]:
+        """Store what was accepted within ``timeout`` seconds, give everything up and end; done when that is done."""
+        self._deadline = time.monotonic() + timeout * 0.9  # the rest is for giving up in good order
         self.queue.put(None)
-        self.thread.join(timeout)
-        return not self.thread.is_alive()
+        return self.ended
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -181,25 +198,51 @@ class Writer:
             self._publish()
         except BaseException as error:  # noqa: BLE001 - raised where start() was called
             opened.set_exception(error)
+            self.ended.set_result(None)
             return
         opened.set_result(self.spools)
-        self._look_after(self._settle_in)
-        while not self._stopping or self._accepted or self._commands:
-            group = self._drain()
-            try:
-                self._work(group)
-            except Exception as error:
-                self._undo()
-                if not self._repair(error):
-                    logger.exception("memlog: a defect in the buffer")
-                    self._break(error, group)
-        self._refuse(self._reads, ClosedError("the log is closed"))
-        with contextlib.suppress(sqlite3.Error):
-            self.spools.close()
+        try:
+            self._look_after(self._settle_in)
+            while not self._stopping or self._group or self._accepted or self._commands:
+                self._turn()
+            self._refuse(self._reads, ClosedError("the log is closed"))
+            with contextlib.suppress(sqlite3.Error):
+                self.spools.close()
+        finally:
+            if not self._stopping:
+                self._break(RuntimeError("its thread has ended"))
+            self.ended.set_result(None)
 
-    def _drain(self) -> list[Accepted | Command]:
-        """What has queued up; empty if something else is due first."""
-        group: list[Accepted | Command] = []
+    def _turn(self) -> None:
+        try:
+            self._drain()
+            self._work()
+        except Exception as error:
+            self._undo()
+            if not self._repair(error):
+                logger.exception("memlog: a defect in the buffer")
+                self._break(error)
+        except BaseException:
+            logger.exception("memlog: the buffer was interrupted; it goes on")
+            self._undo()
+            self._strike_off_what_is_stored()
+            self._try_later()
+
+    def _strike_off_what_is_stored(self) -> None:
+        """After an interruption, which may have come between the commit and the telling."""
+        own = self.spools.own
+        group = []
+        for entry in self._accepted:
+            first = entry[1][0].id
+            if not own.is_pending(first) and own.outcome(first) is None:
+                break
+            group.append(entry)
+        self._publish()
+        self._finish_puts(group)
+
+    def _drain(self) -> None:
+        """Take what has queued up; nothing if something else is due first."""
+        group = self._group
         size = 0
         try:
             entry = self.queue.get(timeout=self._patience())
@@ -215,7 +258,6 @@ class Writer:
                     entry = self.queue.get_nowait()
         except queue.Empty:
             pass
-        return group
 
     def _patience(self) -> float | None:
         due = []
@@ -234,19 +276,19 @@ class Writer:
             due.append(min(self._tidy_at, self._tidied_at + _TIDY_SECONDS))
         return min(due, default=None)
 
-    def _work(self, group: list[Accepted | Command]) -> None:
+    def _work(self) -> None:
         if self.broken is not None:
-            self._break(self.broken, group)
+            self._break(self.broken)
             return
-        for entry in group:
-            if isinstance(entry, Accepted):
-                self._accepted.append((entry, list(self._rows_of(entry))))
-            elif entry.is_wanted():
-                (self._commands if entry.writes else self._reads).append(entry)
+        busy = bool(self._group)
+        while self._group:
+            self._sort(self._group[0])
+            self._group.popleft()
         if self._accepted or self._commands or self.full:
             # Acknowledgements make room: on a full disk they are tried at once, all else waits for its time.
-            if time.monotonic() >= self._retry_at or (self.full and self._commands):
-                self._commit()
+            due = time.monotonic() >= self._retry_at
+            if due or (self.full and self._commands):
+                self._commit(rows_too=due)
             self.spools.unstored = [row for _, rows in self._accepted for row in rows]
         if self.spools.adopted:
             self._look_after(self.spools.release_drained)
@@ -256,17 +298,22 @@ class Writer:
                 self._reads.append(command)
             else:
                 self._read(command)
-        if group:
+        if busy:
             self._dirty = True
             self._tidy_at = time.monotonic() + _IDLE_SECONDS
-        due = self._house_at()
-        if due is not None and due <= time.monotonic():
+        house = self._house_at()
+        if house is not None and house <= time.monotonic():
             self._look_after(self._keep_house)
 
-    def _rows_of(self, entry: Accepted) -> Iterable[NewRow]:
-        for row_id, batch in enumerate(entry.batches or (), start=entry.first_id):
-            body = batch.body if batch.parts is None else stamped(batch.parts, self._stamp, row_id)
-            yield NewRow(row_id, entry.conversation_id, batch.items, batch.size, body)
+    def _sort(self, entry: Accepted | Command) -> None:
+        # Not twice: an interruption may have come before it was taken out of the group.
+        if isinstance(entry, Accepted):
+            if not self._accepted or self._accepted[-1][0] is not entry:
+                self._accepted.append((entry, _rows_of(entry, self._stamp)))
+        else:
+            commands = self._commands if entry.writes else self._reads
+            if entry.is_wanted() and entry not in commands[-1:]:
+                commands.append(entry)
 
     def _read(self, command: Command) -> None:
         for attempt in range(2):
@@ -278,19 +325,18 @@ class Writer:
                 reason = error.reason if isinstance(error, DamagedError) else str(error)
                 command.future.set_exception(BufferUnusableError(str(self.spools.own.path), reason))
             except BaseException as error:  # noqa: BLE001 - handed to whoever asked
-                command.future.set_exception(error)
+                command.future.set_exception(_to_hand_over(error))
             else:
                 command.future.set_result(result)
             return
 
     # --- committing --------------------------------------------------------------------------------------------------
 
-    def _commit(self) -> None:
+    def _commit(self, *, rows_too: bool) -> None:
         """Commit all that waits, in groups; what the disk does not take keeps waiting."""
         while True:
-            if self.full and self.spools.reserve is not None:
-                self.full = not self.spools.reserve.make()
-            group = [] if self.full else self._next_group()
+            room = rows_too and (not self.full or self._reserve_again())
+            group = self._next_group() if room else []
             if not group and not self._commands:
                 break
             rows = [row for _, rows in group for row in rows]
@@ -303,14 +349,17 @@ class Writer:
                 if not self._get_over(error):
                     return
                 continue
+            self.full = self.full and not group
             if len(group) == len(self._accepted):
                 self._get_well()
             self._finish(group, done)
             self._notice(healed)
-        if self._accepted or self.full:
-            self._try_later()
-        else:
+        if room and not self._accepted:
+            self.full = False
+        if not self._accepted and not self.full:
             self._get_well()
+        elif rows_too:
+            self._try_later()
 
     def _next_group(self) -> list[tuple[Accepted, list[NewRow]]]:
         group, size = [], 0
@@ -332,10 +381,10 @@ class Writer:
                 done.append((command, command.function(self.spools)))
             except (sqlite3.Error, DamagedError):
                 raise
-            except Exception as error:  # noqa: BLE001 - handed to whoever asked
+            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
                 self._undo()
                 commands.remove(command)
-                command.future.set_exception(error)
+                command.future.set_exception(_to_hand_over(error))
                 return self._transact(rows, commands)
         # The own spool last: if another one's commit fails, all of this runs again, and the new rows must not be there
         # yet. Commands find their work done the second time.
@@ -354,11 +403,15 @@ class Writer:
     def _finish(self, group: list[tuple[Accepted, list[NewRow]]], done: list[tuple[Command, Any]]) -> None:
         """Tell everybody that it is on disk."""
         self._publish()
-        del self._accepted[: len(group)]
-        self._commands.clear()
-        self.committed_bytes += sum(row.size for _, rows in group for row in rows)
         for command, result in done:
-            command.future.set_result(result)
+            if not command.future.done():  # as after an interruption
+                command.future.set_result(result)
+        self._commands.clear()
+        self._finish_puts(group)
+
+    def _finish_puts(self, group: list[tuple[Accepted, list[NewRow]]]) -> None:
+        self.committed_bytes += sum(row.size for _, rows in group for row in rows)
+        del self._accepted[: len(group)]
         for accepted, _ in group:
             accepted.complete()
         if group:
@@ -374,10 +427,10 @@ class Writer:
     def _get_over(self, error: sqlite3.Error | OSError | DamagedError) -> bool:
         """Whether to try again at once; else it is tried later, or never again."""
         if isinstance(error, OSError) or (isinstance(error, sqlite3.Error) and is_passing(error)):
-            if error_name(error) == "SQLITE_FULL":
+            if error_name(error) in ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"):
                 self._make_room()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self._break(error, [])
+                self._break(error)
                 return False
             if not self._trouble:
                 self._trouble = True
@@ -386,7 +439,7 @@ class Writer:
             return False
         if self._repair(error):
             return True
-        self._break(error, [])
+        self._break(error)
         return False
 
     def _get_well(self) -> None:
@@ -401,10 +454,15 @@ class Writer:
         self._delay = min(self._delay * 2, _RETRY_SECONDS[1])
 
     def _make_room(self) -> None:
-        """On a full disk: let acknowledgements have the room of the reserve, and find out whether they made some."""
+        """On a full disk: let acknowledgements have the room of the reserve, and give back what they make."""
+        self.full = True
         if self.spools.reserve is None:
             return
         dropped = self.spools.reserve.drop()
+        # What could not be written whole takes room all the same, until the WAL is cut.
+        with contextlib.suppress(sqlite3.Error), self.at_rest:
+            for spool in self.spools:
+                spool.checkpoint()
         if self._commands and dropped:
             try:
                 with self.at_rest:
@@ -413,10 +471,19 @@ class Writer:
                 self._undo()
             else:
                 self._finish([], done)
+        self._give_back()
+
+    def _give_back(self) -> None:
         with contextlib.suppress(sqlite3.Error), self.at_rest:
             for spool in self.spools:
                 spool.tidy()
-        self.full = not self.spools.reserve.make()
+
+    def _reserve_again(self) -> bool:
+        """Whether there is more room than the reserve takes: nothing new is stored in what acknowledgements need."""
+        if self.spools.reserve is None:
+            return True
+        self._give_back()  # what was acknowledged since left its room inside the file
+        return self.spools.reserve.make()
 
     def _repair(self, error: BaseException) -> bool:
         """Whether a file was found damaged and is replaced, so that what met ``error`` can be tried again."""
@@ -435,18 +502,19 @@ class Writer:
         self._notice(healed)
         return found
 
-    def _break(self, error: Exception, group: list[Accepted | Command]) -> None:
+    def _break(self, error: Exception) -> None:
         """Give up for good: fail all that waits, and all that will come."""
         if self.broken is None:
             self.broken = BufferUnusableError(str(self.spools.own.path), str(error))
             logger.error("memlog: %s; what was not stored yet is lost with this process", self.broken)
-        waiting = [entry for entry in group if isinstance(entry, Accepted)]
+        waiting = [entry for entry in self._group if isinstance(entry, Accepted)]
         # Only those that nobody has told yet: what is on disk stays stored.
         for accepted in [*(entry for entry, _ in self._accepted), *waiting]:
             if accepted.batches is not None:
                 accepted.complete(self.broken)
-        commands = [entry for entry in group if isinstance(entry, Command)]
+        commands = [entry for entry in self._group if isinstance(entry, Command)]
         self._refuse([*self._commands, *self._reads, *commands], self.broken)
+        self._group.clear()
         self._accepted, self._commands, self._reads = [], [], []
 
     def _refuse(self, commands: Iterable[Command], error: Exception) -> None:
@@ -544,3 +612,36 @@ class Writer:
             listener(what)
         except Exception:  # no thread to be had, no descriptor left: that is no reason to stop storing
             logger.exception("memlog: the buffer could not tell what happened")
+
+
+def store_in_line(directory: Path, accepted: Accepted, check: Callable[[Books], None]) -> None:
+    """Store ``accepted`` here and now, without a thread. ``check`` sees the books, and raises if there is no room."""
+    spools = open_spools(directory)
+    own = spools.own
+    try:
+        check(spools.books)
+        accepted.spool_name, accepted.first_id = own.name, own.books.next_id
+        own.begin()
+        own.store(_rows_of(accepted, new_writer()))
+        own.commit()
+    except (sqlite3.Error, OSError, DamagedError) as error:
+        with contextlib.suppress(sqlite3.Error):
+            own.rollback()
+        raise BufferUnusableError(str(own.path), str(error)) from error
+    finally:
+        with contextlib.suppress(sqlite3.Error):
+            spools.close()
+    accepted.complete()
+
+
+def _rows_of(entry: Accepted, stamp: str) -> list[NewRow]:
+    rows = []
+    for row_id, batch in enumerate(entry.batches or (), start=entry.first_id):
+        body = batch.body if batch.parts is None else stamped(batch.parts, stamp, row_id)
+        rows.append(NewRow(row_id, entry.conversation_id, batch.items, batch.size, body))
+    return rows
+
+
+def _to_hand_over(error: BaseException) -> Exception:
+    # What ends a thread would end that of whoever asked, too.
+    return error if isinstance(error, Exception) else MemlogError(f"the buffer was interrupted: {error!r}")

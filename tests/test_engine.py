@@ -265,6 +265,10 @@ def pending_in(directory: Path) -> int:
     return sum(count_pending(path) for path in directory.glob("*/*.db"))
 
 
+AT_THE_END = {"after_all": 2, "opened_after_all": 1, "without_threads": 1}
+"""Modes that append when it has been said already what is unsent, and how often that is said."""
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "items"),
     [
@@ -273,6 +277,11 @@ def pending_in(directory: Path) -> int:
         ("in_the_loop", 5, 10),
         ("own_error", 7, 10),
         ("at_exit", 0, 10),
+        ("after_all", 0, 10),
+        ("opened_after_all", 0, 10),
+        ("without_threads", 0, 10),
+        ("logging_is_gone", 0, 10),
+        ("closed_at_exit", 0, 10),
         ("threads", 0, 200),
     ],
 )
@@ -285,10 +294,10 @@ def test_a_process_that_ends_without_a_server_has_stored_everything_and_says_so(
     assert found == code
     assert pending_in(opened.directory) == items
     unsent = [line for line in said if "unsent" in line]
-    assert len(unsent) == 1
-    assert f"{items} item(s)" in unsent[0]
-    assert str(opened.directory) in unsent[0]
-    assert "opening the log again sends them" in unsent[0]
+    assert len(unsent) == AT_THE_END.get(mode, 1)
+    assert all(str(opened.directory) in line and "opening the log again sends" in line for line in unsent)
+    if mode not in AT_THE_END:
+        assert f"{items} item(s)" in unsent[0]
     assert [line for line in said if not line.startswith("memlog: ")] == []
     server.start()
     log = opened()
@@ -325,6 +334,19 @@ def test_an_error_or_an_interrupt_ends_the_process_as_it_would_without_memlog(
     assert code in (-2, 130)
     assert said.count("KeyboardInterrupt") == 1
     assert pending_in(tmp_path / "b") == 10
+
+
+def test_signal_handlers_append_and_end_the_process_as_they_like(
+    server: ReferenceServer, tmp_path: Path, opened: Opener
+) -> None:
+    """SIGINT, SIGTERM and others, in the middle of appends of the main thread: all in order, the exit code is theirs."""
+    code, said, _ = end("signalled", server.url, tmp_path)
+    assert code == 6
+    assert [line for line in said if not line.startswith("memlog: ")] == []
+    drain(opened())
+    found = opened.contents()
+    assert found["c_exiting0"] == [{"n": n} for n in range(5)]
+    assert set(map(str, found["c_theother"])) == {"{'busy': True}"}
 
 
 def test_a_log_that_was_only_opened_ends_without_a_word(server: ReferenceServer, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from memlog.models import Ack
 from memlog.retry import NO_RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CHAT = "c_7f3a9b2e41"
 INTEROP = Path(__file__).parent / "interop"
@@ -85,10 +85,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def other(request: pytest.FixtureRequest) -> Iterator[str]:
-    server, mode = request.param
-    with running(server, *MODES[mode]) as url:
-        yield url
+def servers() -> Iterator[Callable[[str, str], str]]:
+    """Each is started once, by the first test that asks for it: some take seconds."""
+    urls: dict[tuple[str, str], str] = {}
+    with ExitStack() as stack:
+
+        def url_of(server: str, mode: str) -> str:
+            if (server, mode) not in urls:
+                urls[server, mode] = stack.enter_context(running(server, *MODES[mode]))
+            return urls[server, mode]
+
+        yield url_of
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest, servers: Callable[[str, str], str]) -> str:
+    return servers(*request.param)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
+from between import Between
 from books import PATIENCE, QUICK, books, contents, until, warnings_of
 
 import memlog
-from memlog import BufferLimits, RetryPolicy, Statistics, open_log
+from memlog import BufferLimits, PermanentError, RetryPolicy, Statistics, open_log
 from memlog.errors import (
     AuthenticationError,
     BufferUnusableError,
@@ -42,6 +45,58 @@ def numbered(count: int, start: int = 0) -> list[dict[str, int]]:
 
 def texts(count: int, start: int = 0) -> list[str]:
     return [f'{{"n":{n}}}' for n in range(start, start + count)]
+
+
+@pytest.mark.anyio
+async def test_leaving_a_log_raises_what_its_user_raised(server: ReferenceServer, tmp_path: Path) -> None:
+    """The very object, and not in a group; what was appended is acknowledged first."""
+    mine = LookupError("mine")
+    with anyio.fail_after(PATIENCE):
+        with pytest.raises(LookupError) as caught:
+            async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK) as log:
+                log.conversation(CHAT).append({"n": 0})
+                raise mine
+        assert caught.value is mine
+        assert log.closed
+    assert await contents(server) == {CHAT: texts(1)}
+
+
+@pytest.mark.anyio
+async def test_a_dead_letter_can_be_exported_as_json(server: ReferenceServer, tmp_path: Path) -> None:
+    """Whole, with the reason and what the server said."""
+    long = {"text": "x" * 2000}
+    with anyio.fail_after(PATIENCE):
+        refusing = Between(lambda call: call.refuse() if call.tool == "append_memory" else None)
+        settings: dict[str, Any] = {"auth": server.auth, "buffer_dir": tmp_path, "retry": QUICK}
+        async with open_log(server.url, transport=refusing, flush_timeout=0, **settings) as log:
+            receipt = log.conversation(CHAT).extend([{"n": 0}, long])
+            with pytest.raises(PermanentError):
+                await receipt.acknowledged()
+            [letter] = await log.dead_letters()
+    found = json.loads(json.dumps(letter.to_dict()))
+    error = found.pop("error")
+    assert found == {
+        "id": receipt.id,
+        "conversation_id": CHAT,
+        "items": 2,
+        "bytes": letter.bytes,
+        "refused_at": letter.refused_at.isoformat(),
+        "payloads": [{"n": 0}, long],
+    }
+    assert error["type"] == "InvalidRequestError"
+    assert (error["status"], error["code"], error["outcome"]) == (400, -32602, "refused")
+    assert error["message"] == str(letter.error)
+
+
+@pytest.mark.anyio
+async def test_an_ssl_context_reaches_the_client_and_decides_about_sharing(tmp_path: Path) -> None:
+    """Two logs of one site with two ideas of whom to trust cannot share connections."""
+    own = ssl.create_default_context()
+    log = open_log("https://127.0.0.1:9/mcp", buffer_dir=tmp_path, ssl_context=own, flush_timeout=0)
+    assert log._core.settings.make_client()._transport._ssl_context is own
+    with pytest.raises(ValueError, match="ssl_context"):
+        open_log("https://127.0.0.1:9/mcp", buffer_dir=tmp_path, flush_timeout=0)
+    await log.close()
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -31,14 +31,17 @@ NAMES = [
     "DeadLetter",
     "Duplicate",
     "FlushReport",
+    "HistoryEvent",
     "Item",
     "MemlogError",
     "MemoryLog",
     "MemoryUnavailableError",
     "PermanentError",
     "Receipt",
+    "Record",
     "Replay",
     "RetryPolicy",
+    "Scope",
     "Statistics",
     "TeamClient",
     "TransientError",
@@ -134,6 +137,7 @@ def test_open_log_takes_these_settings() -> None:
         ("stamp", KEYWORD, False),
         ("on_event", KEYWORD, None),
         ("allow_insecure", KEYWORD, False),
+        ("ssl_context", KEYWORD, None),
         ("transport", KEYWORD, None),
     ]
     assert not inspect.iscoroutinefunction(memlog.open_log)
@@ -149,16 +153,26 @@ SIGNATURES: dict[Any, tuple[bool, list[tuple[str, str, Any]]]] = {
             ("limit", KEYWORD, None),
             ("include_pending", KEYWORD, True),
             ("raw", KEYWORD, False),
+            ("on_unavailable", KEYWORD, "raise"),
+            ("follow", KEYWORD, False),
         ],
     ),
-    memlog.Conversation.recall: (True, [("limit", POSITIONAL, 100), ("include_pending", KEYWORD, True)]),
+    memlog.Conversation.recall: (
+        True,
+        [("limit", POSITIONAL, 100), ("include_pending", KEYWORD, True), ("on_unavailable", KEYWORD, "raise")],
+    ),
     memlog.Receipt.stored: (True, [("timeout", POSITIONAL, None)]),
     memlog.Receipt.acknowledged: (True, [("timeout", POSITIONAL, None)]),
     memlog.MemoryLog.conversation: (False, [("conversation_id", POSITIONAL, EMPTY)]),
     memlog.MemoryLog.flush: (True, [("timeout", POSITIONAL, None), ("until", KEYWORD, "acknowledged")]),
     memlog.MemoryLog.check: (True, []),
     memlog.MemoryLog.statistics: (False, []),
+    memlog.MemoryLog.receipt: (False, [("receipt_id", POSITIONAL, EMPTY)]),
     memlog.MemoryLog.dead_letters: (True, []),
+    memlog.MemoryLog.list_conversations: (False, []),
+    memlog.Replay.close: (True, []),
+    memlog.Replay.pages: (False, []),
+    memlog.Replay.skip: (False, []),
     memlog.MemoryLog.close: (True, []),
     memlog.new_conversation_id: (False, []),
 }
@@ -186,7 +200,7 @@ def test_the_blocking_face_has_the_same_names_and_parameters(face: type, twin: t
     """What is learned of one serves for the other; nothing of the blocking face is a coroutine."""
     names, twin_names = public_members(face), public_members(twin)
     slots = {name for name in ("id",) if hasattr(face, name)}
-    assert set(names) - alone - slots == set(twin_names) - slots - ({"close"} if "aclose" in alone else set())
+    assert set(names) - alone - slots == set(twin_names) - slots
     for name in set(names) & set(twin_names):
         if callable(names[name]):
             assert shape(names[name]) == shape(twin_names[name]), name

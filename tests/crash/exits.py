@@ -14,7 +14,11 @@ import threading
 import time
 from typing import Any
 
-import memlog
+last_of_all: list[Any] = []
+atexit.register(lambda: [work() for work in last_of_all])  # before memlog's own hooks are, so it runs after them
+
+import memlog  # noqa: E402
+import memlog.sync  # noqa: E402
 
 MODE, URL, DIRECTORY = sys.argv[1:4]
 
@@ -96,6 +100,85 @@ def at_exit() -> None:
     log = open_log()
     append(log, 5)
     atexit.register(append, log, 5, 5)
+
+
+def after_all() -> None:
+    """Appended when every hook of memlog has run."""
+    log = open_log()
+    append(log, 5)
+    last_of_all.append(lambda: append(log, 5, 5))
+
+
+def opened_after_all() -> None:
+    """A log that is opened, used and closed when every hook of memlog has run."""
+
+    def work() -> None:
+        with memlog.sync.open_log(URL, auth=("demo", "demo"), buffer_dir=DIRECTORY) as log:
+            for n in range(10):
+                log.conversation("c_exiting0").append({"n": n}).stored()
+
+    last_of_all.append(work)
+
+
+def without_threads() -> None:
+    """As from Python 3.12 on: no thread can be started at the end of the interpreter."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def work() -> None:
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+        with memlog.sync.open_log(URL, auth=("demo", "demo"), buffer_dir=DIRECTORY) as log:
+            for n in range(10):
+                log.conversation("c_exiting0").append({"n": n}).stored()
+
+    atexit.register(work)
+
+
+def logging_is_gone() -> None:
+    """Other libraries' hooks have run: executors are shut down, handlers and standard streams closed."""
+    import logging
+    from concurrent.futures import thread
+
+    log = open_log()
+    append(log, 5)
+
+    def work() -> None:
+        thread._python_exit()
+        logging.shutdown()
+        append(log, 5, 5)
+
+    atexit.register(work)
+
+
+def closed_at_exit() -> None:
+    """What scripts do: they register the end of the log beside its beginning."""
+    log = open_log(flush_timeout=0.2)
+    atexit.register(log.sync.close)
+    append(log)
+
+
+def signalled() -> None:
+    """Handlers that append, while the main thread appends, and that end the process in the middle of it."""
+    log = open_log()
+    count = 0
+
+    def handle(number: int, _: Any) -> None:
+        nonlocal count
+        append(log, 1, count)
+        count += 1
+        if number == signal.SIGTERM:
+            sys.exit(6)
+
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    other = log.conversation("c_theother")
+    for sent in (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        threading.Timer(0.02, os.kill, (os.getpid(), sent)).start()
+        before = count
+        while count == before:
+            other.append({"busy": True})
+            time.sleep(0.001)
 
 
 def threads() -> None:
