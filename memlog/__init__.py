@@ -21,7 +21,7 @@ from memlog.errors import (
     TransientError,
 )
 from memlog.log import Conversation, MemoryLog, Receipt, open_log
-from memlog.models import Ack, Item
+from memlog.models import Ack, HistoryEvent, Item, Record, Scope
 from memlog.payload import new_conversation_id
 from memlog.replay import Replay
 from memlog.report import DeadLetter, Duplicate, FlushReport, Statistics
@@ -37,14 +37,17 @@ __all__ = [
     "DeadLetter",
     "Duplicate",
     "FlushReport",
+    "HistoryEvent",
     "Item",
     "MemlogError",
     "MemoryLog",
     "MemoryUnavailableError",
     "PermanentError",
     "Receipt",
+    "Record",
     "Replay",
     "RetryPolicy",
+    "Scope",
     "Statistics",
     "TeamClient",
     "TransientError",

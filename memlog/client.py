@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from memlog import limits, models, payload
 from memlog.errors import ProtocolError, SequenceError
 from memlog.protocol import Session
-from memlog.replay import Replay
+from memlog.replay import PAGE_ANSWER_BYTES_MAX, Replay
 from memlog.retry import RetryPolicy, retrying
-from memlog.transport import Transport
+from memlog.transport import Transport, answer_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -154,9 +154,19 @@ class Client:
         payload.check_conversation_id(conversation_id)
 
         async def page(position: int, size: int) -> list[Item]:
-            return await self.replay_memory(conversation_id, position, size)
+            return await self.replay_page(conversation_id, position, size)
 
         return Replay(page, offset=offset, limit=limit)
+
+    async def replay_page(self, conversation_id: str, offset: int, limit: int) -> list[Item]:
+        """:meth:`replay_memory`, but an answer that takes much memory is ResponseTooLargeError, unless of one item."""
+        if limit == 1:
+            return await self.replay_memory(conversation_id, offset, limit)
+        token = answer_limit.set(PAGE_ANSWER_BYTES_MAX)
+        try:
+            return await self.replay_memory(conversation_id, offset, limit)
+        finally:
+            answer_limit.reset(token)
 
     async def recall_memory(
         self, conversation_id: str, limit: int = 100, *, retry: RetryPolicy | None = None
@@ -217,7 +227,8 @@ class Client:
                 return read(answer)
             except ValueError as error:
                 # As transient as no answer at all: it may come from a server that is just being replaced.
-                raise ProtocolError(f"{name}: {error}") from None
+                row = error.row if isinstance(error, models.RowError) else None
+                raise ProtocolError(f"{name}: {error}", row=row) from None
 
         return await retrying(self._retry if retry is None else retry, attempt)
 

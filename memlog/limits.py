@@ -25,6 +25,9 @@ PAGE_ITEMS_MAX: Final = 1000
 HISTORY_EVENTS_MAX: Final = 50
 """memory_history: "limit … min 1, max 50"."""
 
+EXPORT_RECORDS_MAX: Final = 50
+"""memory_export, from the team server: records in one page."""
+
 NESTING_MAX: Final = 128
 """Ours: levels of objects and arrays in one item. Common JSON readers give up between 200 and 1,000 levels, and the
 protocol's envelope needs a few of its own."""

@@ -10,14 +10,16 @@ of 1,000 items in about one.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Ack", "ConversationInfo", "HistoryEvent", "Item"]
+__all__ = ["Ack", "ConversationInfo", "HistoryEvent", "Item", "Record", "Scope", "Scopes", "Workspace"]
 
 R = TypeVar("R")
 
@@ -69,6 +71,117 @@ class HistoryEvent:
     after_state: dict[str, Any] | None = field(default=None, repr=False)
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """:meth:`differences` of its two states. (An update's new text is in the first event of the new record.)"""
+        return self.differences(self.before_state, self.after_state)
+
+    @staticmethod
+    def differences(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+        """The fields that differ between two states, each with both values; None where there is none, tags as lists."""
+        old, new = _with_tags(before), _with_tags(after)
+        both = {name: (old.get(name), new.get(name)) for name in {**old, **new}}
+        return {name: values for name, values in both.items() if values[0] != values[1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where team records live: :meth:`personal`, :meth:`team` or :meth:`shared`.
+
+    Raises:
+        ValueError: no such kind, or a ``team_id`` where there must be none, or none or a malformed one for a team.
+    """
+
+    kind: str
+    team_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("personal", "team", "shared"):
+            raise ValueError(f"a scope is personal, team or shared, not {self.kind!r}")
+        if self.kind != "team" and self.team_id is not None:
+            raise ValueError("only a team's scope has a team_id")
+        if self.kind == "team" and not is_team_id(self.team_id):
+            raise ValueError(f"a team_id is 1 to 64 characters from [a-zA-Z0-9_-], not {self.team_id!r}")
+
+    @classmethod
+    def personal(cls) -> Self:
+        """The caller's own records, which is where a call without a scope goes."""
+        return cls("personal")
+
+    @classmethod
+    def team(cls, team_id: str) -> Self:
+        """The records of one team."""
+        return cls("team", team_id)
+
+    @classmethod
+    def shared(cls) -> Self:
+        """The records that all users share."""
+        return cls("shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One scope that the caller can read; ``extra`` holds fields that are not known here."""
+
+    scope: Scope
+    writable: bool
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scopes:
+    """Who the caller is (``user_id``, ``display_name``, ``client``, ``org_role``), and what they can read."""
+
+    actor: dict[str, Any]
+    workspaces: tuple[Workspace, ...]
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A team record; ``extra`` holds the fields that this version does not know or understand.
+
+    ``status`` is active, superseded (by ``superseded_by``) or deleted. ``revision`` is what an update or a deletion has
+    to name. The fields from ``previous_id`` on tell of the write that returned the record, and are empty elsewhere:
+
+    ``previous_id``: the record that an update replaced by this one.
+    ``deduplicated``: a save met an active record that says the same, and confirmed it; its text stays as it was.
+    ``redacted``: the fields that the server keeps otherwise than they were sent, usually since it took something in
+    them for a secret. What it did to a ``reason`` shows only in the history.
+    ``request_id``: under which the write went.
+    """
+
+    id: int
+    revision: int
+    status: str
+    content: str = field(repr=False)
+    type: str | None = None
+    project: str | None = None
+    tags: tuple[str, ...] = field(default=(), repr=False)
+    context: str = field(default="", repr=False)
+    importance: str | None = None
+    branch: str = ""
+    source_format: str | None = None
+    superseded_by: int | None = None
+    created_at: datetime | None = None
+    last_confirmed: datetime | None = None
+    created_by: dict[str, Any] = field(default_factory=dict, repr=False)
+    updated_by: dict[str, Any] = field(default_factory=dict, repr=False)
+    scope: Scope | None = None
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
+    previous_id: int | None = None
+    deduplicated: bool = False
+    redacted: tuple[str, ...] = ()
+    request_id: str | None = None
+
+
+class RowError(ValueError):
+    """One entry of an answer's list does not fit, the one at ``row``; those before it do."""
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
 
 # -- reading answers -------------------------------------------------------------------------------------------------
 
@@ -91,6 +204,42 @@ def read_conversations(answer: dict[str, Any]) -> list[ConversationInfo]:
 def read_events(answer: dict[str, Any]) -> list[HistoryEvent]:
     """What ``memory_history`` answers. The order is for the caller to judge."""
     return _rows(answer, "data", _event)
+
+
+def read_record(answer: dict[str, Any]) -> Record:
+    """What ``memory_get`` and the writing tools answer."""
+    return _record(_field(answer, "data", _object), _scope_or_none(answer.get("scope")))
+
+
+def read_records(answer: dict[str, Any]) -> list[Record]:
+    """What ``memory_export`` answers. The order is for the caller to judge."""
+    scope = _scope_or_none(answer.get("scope"))
+    return _rows(answer, "data", lambda row: _record(row, scope))
+
+
+def read_scopes(answer: dict[str, Any]) -> Scopes:
+    """What ``memory_scopes`` answers. Workspaces of a kind that is not known here are in ``extra["workspaces"]``."""
+    known: list[Workspace] = []
+    unknown: list[dict[str, Any]] = []
+    for row in _rows(answer, "workspaces", _object):
+        scope = _scope_or_none(row.get("scope"))
+        if scope is None:
+            unknown.append(row)
+            continue
+        extra = {name: value for name, value in row.items() if name not in ("scope", "writable")}
+        known.append(Workspace(scope, row.get("writable") is True, extra))
+    extra = {name: value for name, value in answer.items() if name not in ("actor", "workspaces")}
+    return Scopes(_field(answer, "actor", _object), tuple(known), extra | ({"workspaces": unknown} if unknown else {}))
+
+
+def is_team_id(value: object) -> bool:
+    """Whether it can name a team."""
+    return (
+        isinstance(value, str)
+        and 1 <= len(value) <= 64
+        and value.isascii()
+        and value.replace("_", "a").replace("-", "a").isalnum()
+    )
 
 
 def check_range(name: str, value: object, least: int, most: int | None) -> None:
@@ -128,6 +277,35 @@ def _event(row: dict[str, Any]) -> HistoryEvent:
     return HistoryEvent(**known, extra=extra)
 
 
+def _record(row: dict[str, Any], scope: Scope | None) -> Record:
+    known: dict[str, Any] = {name: _field(row, name, read) for name, read in _RECORD_MUST.items()}
+    for name, read in _RECORD_MAY.items():
+        try:
+            known[name] = _field(row, name, read)
+        except ValueError:
+            continue
+    extra = {
+        name: value for name, value in row.items() if name not in known and not (value is None and name in _RECORD_MAY)
+    }
+    return Record(**known, scope=scope, extra=extra)
+
+
+def _scope_or_none(value: object) -> Scope | None:
+    if not isinstance(value, dict):
+        return None
+    try:
+        return Scope(value.get("kind", "personal"), value.get("team_id"))
+    except ValueError:
+        return None
+
+
+def _with_tags(state: dict[str, Any] | None) -> dict[str, Any]:
+    decoded = dict(state or {})
+    with suppress(KeyError, ValueError):
+        decoded["tags"] = list(_tags(decoded["tags"]))
+    return decoded
+
+
 def _rows(answer: dict[str, Any], name: str, read: Callable[[dict[str, Any]], R]) -> list[R]:
     rows = answer.get(name)
     if not isinstance(rows, list):
@@ -137,7 +315,7 @@ def _rows(answer: dict[str, Any], name: str, read: Callable[[dict[str, Any]], R]
         try:
             values.append(read(_object(row)))
         except ValueError as error:
-            raise ValueError(f"{name}[{number}]: {error}") from None
+            raise RowError(f"{name}[{number}]: {error}", number) from None
     return values
 
 
@@ -177,6 +355,42 @@ def _moment(value: object) -> datetime:
     return moment
 
 
+def _tags(value: object) -> tuple[str, ...]:
+    # The server keeps the list as a text.
+    tags = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise ValueError("not a list of texts")
+    return tuple(tags)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("neither true nor false")  # noqa: TRY004 - as above
+    return value
+
+
+_RECORD_MUST: dict[str, Callable[[object], object]] = {
+    "id": _count,
+    "revision": _count,
+    "status": _text,
+    "content": _text,
+}
+_RECORD_MAY: dict[str, Callable[[object], object]] = {
+    "type": _text,
+    "project": _text,
+    "tags": _tags,
+    "context": _text,
+    "importance": _text,
+    "branch": _text,
+    "source_format": _text,
+    "superseded_by": _count,
+    "created_at": _moment,
+    "last_confirmed": _moment,
+    "created_by": _object,
+    "updated_by": _object,
+    "previous_id": _count,
+    "deduplicated": _flag,
+}
 _EVENT_FIELDS: dict[str, Callable[[object], object]] = {
     "sequence": _count,
     "record_id": _count,

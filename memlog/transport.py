@@ -23,6 +23,7 @@ import ssl
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple
 from urllib.request import getproxies, proxy_bypass
 
@@ -50,6 +51,10 @@ Auth = Credentials | httpx.Auth | Callable[[], Credentials]
 is asked at the first request and again after a 401."""
 
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+
+answer_limit: Final[ContextVar[int]] = ContextVar("answer_limit", default=sys.maxsize)
+"""A lower limit for the answers that the caller is about to ask for. One too long by its head is not read at all."""
+
 CONNECTIONS_MAX: Final = 32
 REDIRECTS_MAX: Final = 3
 SKIM_BYTES_MAX: Final = 64 * 1024
@@ -251,7 +256,8 @@ class Transport:
             lane = await self._lane(request.url.scheme, stack)
             answer: Answer | None = None
             try:
-                answer = Answer(await self._send(lane, request), bytes_max=self._answer_bytes_max)
+                bytes_max = min(self._answer_bytes_max, answer_limit.get())
+                answer = Answer(await self._send(lane, request), bytes_max=bytes_max)
                 yield answer
             finally:
                 whole = False

@@ -71,6 +71,18 @@ def test_the_client_benchmark_measures_beside_the_bytes_by_hand_and_the_official
     assert output.count("target, ") == 4
 
 
+def test_the_replay_benchmark_reads_beside_a_raw_loop_and_the_official_clients() -> None:
+    """Ours: a row for each with its ratio at three sizes of items, the yardstick at 1.00, a verdict on each target."""
+    output = run("-m", "benchmarks.replay", "--quick")
+    for name in ("raw httpx2", "memlog", "memlog, log", "official"):
+        (row,) = (line[18:].split() for line in output.splitlines() if line.startswith(name.ljust(18)))
+        rates, ratios = row[::2], [cell.strip("()") for cell in row[1::2]]
+        assert len(rates) == len(ratios) == 3, output
+        assert all(float(cell.replace(",", "")) > 0 for cell in (*rates, *ratios))
+        assert name != "raw httpx2" or set(ratios) == {"1.00"}
+    assert output.count("target, ") == 9
+
+
 @pytest.mark.slow
 def test_the_import_benchmark_compares_with_the_floor() -> None:
     """Ours: fresh interpreters, with the floor at 1.00 and a verdict on memlog."""

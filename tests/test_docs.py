@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 import memlog
+import memlog.sync
+import memlog.testing
 from memlog import errors, events, limits
 
 if TYPE_CHECKING:
@@ -230,6 +232,40 @@ def test_watch_counts_what_was_acknowledged(server: ReferenceServer, tmp_path: P
     assert done.stdout.splitlines() == ["ok: 0 pending, 0 refused", "1 request(s) acknowledged"], done.stderr
 
 
+def test_follow_prints_what_comes_and_ends_with_goodbye(server: ReferenceServer, tmp_path: Path) -> None:
+    """What was there before it began, and what comes while it looks on."""
+    env = settings(server.url, tmp_path / "reader")
+    with memlog.sync.open_log(server.url, auth=server.auth, buffer_dir=tmp_path / "writer") as log:
+        chat = log.conversation("c_tutorial_1")
+        chat.append({"text": "hello"}).acknowledged(SECONDS)
+        with subprocess.Popen(
+            [sys.executable, str(SNIPPETS / "follow.py")], env=env, stdout=subprocess.PIPE, text=True
+        ) as following:
+            try:
+                assert following.stdout is not None
+                assert following.stdout.readline() == "0 hello\n"
+                chat.append({"text": "goodbye"})
+                assert following.communicate(timeout=SECONDS)[0] == "1 goodbye\n"
+            finally:
+                following.kill()
+    assert following.returncode == 0
+
+
+def test_read_degraded_says_whether_that_is_all(server: ReferenceServer, tmp_path: Path) -> None:
+    """With the server away what is pending, and the remark; with it all of it."""
+    env = settings(server.url, tmp_path)
+    server.stop()
+    with memlog.sync.open_log(
+        server.url, auth=server.auth, buffer_dir=tmp_path, flush_timeout=0, retry=memlog.RetryPolicy(attempts=1)
+    ) as log:
+        log.conversation("c_tutorial_1").append({"text": "hello"}).stored(SECONDS)
+    away = run(SNIPPETS / "read_degraded.py", env=env)
+    server.start()
+    back = run(SNIPPETS / "read_degraded.py", env=env)
+    assert away.stdout == "hello\n(the server is away: there may be more)\n", away.stderr
+    assert back.stdout == "hello\n", back.stderr
+
+
 def test_client_errors_tells_the_cases_apart(server: ReferenceServer, tmp_path: Path) -> None:
     """An acknowledgement, a mistake of the caller's, a rate limit, and a failure that may pass."""
     program = SNIPPETS / "client_errors.py"
@@ -245,6 +281,20 @@ def test_client_errors_tells_the_cases_apart(server: ReferenceServer, tmp_path: 
     assert first[1].startswith("never: not a conversation id")
     assert limited[0] == "later: in 7.0 seconds"
     assert dropped[0] == "again: unknown"
+
+
+def test_a_team_record_is_changed_once_and_a_lost_answer_does_no_harm(tmp_path: Path) -> None:
+    """Twice under one id it is one update; another one comes too late; and an unknown outcome is looked into."""
+    members = {"engineering": {"vasya": "editor"}}
+    with memlog.testing.reference_server(team_tokens={"t": "vasya"}, team_members=members) as server:
+        env = {**settings(server.url, tmp_path), "MEMLOG_TOKEN": "t"}
+        done = run(SNIPPETS / "team_write.py", env=env)
+
+    assert done.stdout.splitlines() == [
+        "record 2 replaces 1",
+        "record 2 replaces 1",
+        "somebody else was faster: read the record again",
+    ], done.stderr
 
 
 def test_the_test_of_an_agent_passes(tmp_path: Path) -> None:

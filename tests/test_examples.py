@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 import memlog
+import memlog.testing
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -170,6 +172,28 @@ def test_a_state_that_cannot_be_read_is_not_taken_for_an_empty_one(server: Refer
     assert done.stdout == ""
 
 
+def test_a_snapshot_saves_reading_and_is_thrown_away_when_the_log_is_another_one(tmp_path: Path) -> None:
+    """Each run reads only what is new; where the log was reset underneath, also if it grew again, all of it."""
+    file = str(tmp_path / "snapshot.json")
+    with memlog.testing.reference_server() as server:
+        runs = [("milk", "bread"), ("milk",), ()]
+        done = [run(server, tmp_path / "a", "incremental_rebuild.py", file, *things) for things in runs]
+        assert [one.stderr for one in done if one.returncode] == []
+        assert [one.stdout for one in done] == [
+            "2 read of 2: {'milk': 1, 'bread': 1}\n",
+            "1 read of 3: {'milk': 2, 'bread': 1}\n",
+            "0 read of 3: {'milk': 2, 'bread': 1}\n",
+        ]
+    with memlog.testing.reference_server() as server:
+        again = run(server, tmp_path / "b", "incremental_rebuild.py", file, "tea", "tea", "tea", "tea")
+        shorter = run(server, tmp_path / "b", "incremental_rebuild.py", file)
+    with memlog.testing.reference_server() as server:
+        empty = run(server, tmp_path / "c", "incremental_rebuild.py", file)
+    assert again.stdout == "4 read of 4: {'tea': 4}\n", again.stderr
+    assert shorter.stdout == "0 read of 4: {'tea': 4}\n", shorter.stderr
+    assert empty.stdout == "0 read of 0: {}\n", empty.stderr
+
+
 def test_the_script_appends_each_line_and_skips_what_is_no_item(server: ReferenceServer, tmp_path: Path) -> None:
     """Mistakes in single lines are told and cost only these lines."""
     lines = '{"n": 1}\n[2]\n{"n": 3\n{"n": 4}\n'
@@ -208,3 +232,51 @@ def test_an_unknown_dead_letter_is_an_error(server: ReferenceServer, tmp_path: P
 
     assert done.returncode == 1
     assert "there is no dead letter 'nobody.1'" in done.stderr
+
+
+def test_the_history_of_a_record_is_a_table_of_who_changed_what_and_why() -> None:
+    """A save, a confirmation, an update and a deletion, with what is different; an unknown record is told."""
+
+    async def change(url: str) -> None:
+        team = memlog.Scope.team("engineering")
+        async with memlog.TeamClient(url, token="v") as vasya, memlog.TeamClient(url, token="p") as petya:
+            await vasya.save("Use pgbouncer.", type="decision", project="billing", tags=["db"], scope=team)
+            await petya.save("use pgbouncer", type="decision", project="billing", scope=team)
+            await petya.update(1, "Use no pooler.", expected_revision=1, reason="The driver pools", scope=team)
+            await vasya.delete(2, expected_revision=1, reason="Obsolete", scope=team)
+
+    def show(url: str, record: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(EXAMPLES / "team_history.py"), record],
+            env={**os.environ, "MEMLOG_URL": url, "MEMLOG_TOKEN": "v", "MEMLOG_TEAM": "engineering"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    with memlog.testing.reference_server(team_tokens={"v": "vasya", "p": "petya"}) as server:
+        asyncio.run(change(server.url))
+        done, by_old_id, unknown = show(server.url, "2"), show(server.url, "1"), show(server.url, "77")
+
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r"  +", line.strip()) for line in done.stdout.splitlines()]
+    assert rows[0] == ["When (UTC)", "Who", "What", "Why"]
+    assert all(
+        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", row[0]) for row in rows if len(row) == 4 and row != rows[0]
+    )
+    assert [row[-3:] for row in rows if len(row) == 4][1:] == [
+        ["vasya", "insert 1", "-"],
+        ["petya", "confirm 1", "-"],
+        ["petya", "update 2", "The driver pools"],
+        ["vasya", "update 2", "Obsolete"],
+    ]
+    differences = [row for row in rows if len(row) == 2]
+    assert ["content", "None -> 'Use pgbouncer.'"] in differences
+    assert differences[-2:] == [
+        ["content", "'Use pgbouncer.' -> 'Use no pooler.'"],
+        ["status", "'active' -> 'deleted'"],
+    ]
+    assert "superseded_by  None -> 2" in by_old_id.stdout
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "the history cannot be read" in unknown.stderr

@@ -112,6 +112,11 @@ async def what_a_log_gives() -> None:
         replay = chat.replay(3, limit=10, include_pending=False)
         assert_type(replay, memlog.Replay)
         assert_type(replay.next_offset, int)
+        assert_type(replay.degraded, bool)
+        async for page in chat.replay(on_unavailable="pending").pages():
+            assert_type(page, list[memlog.Item])
+        async for info in log.list_conversations():
+            assert_type(info.conversation_id, str)
         async for item in replay:
             what_an_item_is(item)
         assert_type([item async for item in chat.replay()], list[memlog.Item])
@@ -156,6 +161,7 @@ def what_the_blocking_face_gives() -> None:
         for item in chat.replay():
             what_an_item_is(item)
         assert_type(list(chat.replay(limit=3)), list[memlog.Item])
+        assert_type(list(chat.replay(follow=True).pages()), list[list[memlog.Item]])
         assert_type(chat.recall(), list[memlog.Item])
         assert_type(log.flush(timeout=5), memlog.FlushReport)
         assert_type(log.check(), None)
