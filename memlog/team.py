@@ -1,38 +1,80 @@
-"""The tools of a team's memory server, with a personal token."""
+"""The tools of a team's memory server, with a personal token: records, their history, and writes to be repeated.
+
+Every write carries a ``request_id``. The server remembers it for ever, per user and scope, and answers the same write
+under the same id with what it answered first. So a write whose outcome is unknown is simply sent again: by this client
+as its :class:`~memlog.retry.RetryPolicy` allows, and by the caller, also after a restart, who passes the id.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from uuid import UUID, uuid4
 
 from memlog import limits, models, payload
-from memlog.errors import InvalidRequestError, ProtocolError, SequenceError, ServerError
+from memlog.errors import (
+    ConflictError,
+    MemlogError,
+    NotSavedError,
+    PermanentError,
+    ProtocolError,
+    RateLimitedError,
+    RecordUnavailableError,
+    ReplacementRejectedError,
+    RequestIdReusedError,
+    RevisionChangedError,
+    SequenceError,
+    ServerError,
+    TransientError,
+)
+from memlog.models import Scope
 from memlog.protocol import Session
-from memlog.replay import History
+from memlog.replay import Export, History
 from memlog.retry import RetryPolicy, retrying
 from memlog.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Sequence
     from ssl import SSLContext
     from types import TracebackType
 
-    from memlog.models import HistoryEvent
+    from memlog.models import HistoryEvent, Record, Scopes
     from memlog.transport import Auth, BaseTransport
 
 __all__ = ["TeamClient"]
 
-_NOT_PASSING_CODES = frozenset({"conflict", "not_found"})
-"""Codes of this server that no waiting changes: the record does not exist, or is another one by now."""
+T = TypeVar("T")
+
+ScopeLike = Scope | Mapping[str, Any]
+
+_CONTENT_CHARACTERS_MAX: Final = 200_000
+_REASON_CHARACTERS_MAX: Final = 2000
+_REDACTED: Final = "[REDACTED]"
+_TEXTS: Final[tuple[str, ...]] = ("content", "context", "project", "branch")
+_NO_RECORD: Final = 2**63 - 1
+"""The highest id that the server takes, and one that no record will ever have."""
+
+_CONFLICTS: Final[tuple[tuple[str, type[ConflictError]], ...]] = (
+    ("request_id was already used", RequestIdReusedError),
+    ("revision changed", RevisionChangedError),
+    ("record unavailable", RecordUnavailableError),
+    ("rejected by quality gate", ReplacementRejectedError),
+)
 
 
 class TeamClient:
     """A team's memory server. Belongs to the event loop of its first call, like :class:`memlog.client.Client`.
 
+    Where a call takes a ``scope``, None is :meth:`Scope.personal`; a mapping such as the tools take is as good.
+
     Args:
         url: the address of the server's MCP endpoint, with or without the slash at its end.
         token: the personal token, sent as Bearer.
         timeout: the absolute limit of one attempt in seconds.
-        retry: for reads.
+        retry: for reads and writes.
         allow_insecure: send the token over plain http to another machine all the same.
         ssl_context: for https, instead of the authorities of the system and of ``SSL_CERT_FILE`` or ``SSL_CERT_DIR``.
         transport: stands in for the network in tests (an ``httpx.AsyncBaseTransport``).
@@ -78,11 +120,282 @@ class TeamClient:
         """Close the connections. Calls under way end by themselves, later ones raise ClosedError. From any task."""
         await self._session.close()
 
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    async def save(
+        self,
+        content: str,
+        *,
+        type: str = "fact",  # noqa: A002 - the tool's own word
+        project: str = "general",
+        tags: Iterable[str] = (),
+        context: str = "",
+        importance: str = "medium",
+        source_format: str = "auto",
+        branch: str = "",
+        scope: ScopeLike | None = None,
+        request_id: UUID | str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Record:
+        """Keep a text as a new record.
+
+        If an active record of this scope, project and type says the same, in the same words, it is confirmed instead
+        (``deduplicated``) and stays as it was. Look at ``redacted`` for what the server did not keep as it was sent.
+
+        Args:
+            content: 1 to 200,000 characters, not only spaces.
+            type: fact, decision, solution, lesson or convention.
+            project: 1 to 128 characters.
+            tags: up to 64, of up to 128 characters; the server keeps them in lower case.
+            context: up to 200,000 characters.
+            importance: low, medium, high or critical.
+            source_format: auto or conversation.
+            branch: up to 128 characters.
+            scope: where it goes.
+            request_id: a UUID, for a write that may have to be taken up again after a restart. One of the client's own
+                is taken if it is left out; the record and an error tell it as ``request_id``.
+            retry: instead of the client's own.
+
+        Raises:
+            ValueError: an argument that the server would not take, if that can be told here.
+            NotSavedError: the server's quality gate did not keep it.
+            RequestIdReusedError: another write went by this ``request_id`` already.
+            PermanentError: refused; AuthenticationError if the caller may not write there.
+            TransientError: from the last attempt. The outcome is unknown, as after a cancellation: call again with its
+                ``request_id`` and the same arguments, or ask :meth:`happened`.
+        """
+        _check_text("content", content, _CONTENT_CHARACTERS_MAX)
+        if isinstance(tags, str):
+            raise ValueError("tags must be several texts, not one")  # noqa: TRY004 - as all bad arguments here
+        sent = {
+            "content": content,
+            "type": type,
+            "project": project,
+            "tags": list(tags),
+            "context": context,
+            "importance": importance,
+            "source_format": source_format,
+            "branch": branch,
+        }
+        return await self._write("memory_save", sent, scope, request_id, retry)
+
+    async def update(
+        self,
+        id: int,  # noqa: A002 - the tool's own word
+        content: str,
+        *,
+        expected_revision: int,
+        reason: str,
+        scope: ScopeLike | None = None,
+        request_id: UUID | str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Record:
+        """Replace a record's text. Returns the new record, which has an id of its own; ``previous_id`` is the old one.
+
+        ``reason`` (1 to 2,000 characters) is what the history shows.
+
+        Raises: as :meth:`save`, and
+            RevisionChangedError: the record has another revision, or is superseded or deleted by now.
+            RecordUnavailableError: there is no such record in this scope.
+            ReplacementRejectedError: the server's quality gate refused the text.
+        """
+        models.check_range("id", id, 1, None)
+        models.check_range("expected_revision", expected_revision, 1, None)
+        _check_text("content", content, _CONTENT_CHARACTERS_MAX)
+        _check_text("reason", reason, _REASON_CHARACTERS_MAX)
+        sent = {"id": id, "expected_revision": expected_revision, "content": content, "reason": reason}
+        return await self._write("memory_update", sent, scope, request_id, retry)
+
+    async def delete(
+        self,
+        id: int,  # noqa: A002 - the tool's own word
+        *,
+        expected_revision: int,
+        reason: str,
+        scope: ScopeLike | None = None,
+        request_id: UUID | str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Record:
+        """Mark a record as deleted; it and its history stay readable. In the history this is an update.
+
+        Raises: as :meth:`update`.
+        """
+        models.check_range("id", id, 1, None)
+        models.check_range("expected_revision", expected_revision, 1, None)
+        _check_text("reason", reason, _REASON_CHARACTERS_MAX)
+        sent = {"id": id, "expected_revision": expected_revision, "reason": reason}
+        return await self._write("memory_delete", sent, scope, request_id, retry)
+
+    async def happened(
+        self,
+        *,
+        request_id: UUID | str | None = None,
+        id: int | None = None,  # noqa: A002 - the tool's own word
+        expected_revision: int | None = None,
+        reason: str | None = None,
+        content: str | None = None,
+        scope: ScopeLike | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> bool:
+        """Whether a write of this user, whose answer was never seen, took place. Changes nothing.
+
+        Ask in one of two ways, always in the scope of the write:
+
+        ``happened(request_id=…)`` serves for every write, and needs nothing else. The histories do not show these ids,
+        so the server is sent a deletion of a record that cannot exist, under the same id: it says "already used" if a
+        write went by the id, and "no such record" if none did. It leaves the id free. Needs the right to write.
+
+        ``happened(id=…, expected_revision=…)`` serves for an update or a deletion whose id was lost, and for readers of
+        the scope. It reads the history: each revision of a record comes about once, so the write took place if the
+        event which ended ``expected_revision`` is of this user and is what was sent: the deletion, or with ``content``
+        the update to that text, and with ``reason`` for that reason. (Parts that the server redacted match anything.)
+        If the same user sent the same write twice under two ids, it cannot tell which of the two it was.
+
+        True is final. False is true of the moment: a request that was cut off may still be on its way through the
+        server, which works them off one by one. Where it matters, do not ask but send the write again under the same
+        ``request_id``: it is then carried out exactly once, and answered.
+
+        Raises:
+            ValueError: not exactly one of the two ways.
+            RecordUnavailableError: there is no record ``id`` in this scope.
+            PermanentError, TransientError: from the last attempt.
+        """
+        if (request_id is None) == (id is None):
+            raise ValueError("happened() takes either request_id or id")
+        policy = self._retry if retry is None else retry
+        if id is None:
+            if any(given is not None for given in (expected_revision, reason, content)):
+                raise ValueError("expected_revision, reason and content go with id")
+            return await self._is_used(_as_request_id(request_id), scope, policy)
+        models.check_range("id", id, 1, None)
+        models.check_range("expected_revision", expected_revision, 1, None)
+        assert expected_revision is not None
+        return await self._is_told(id, expected_revision, reason=reason, content=content, scope=scope, retry=policy)
+
+    async def _is_used(self, request_id: str, scope: ScopeLike | None, retry: RetryPolicy) -> bool:
+        question = {
+            "id": _NO_RECORD,
+            "expected_revision": 1,
+            "reason": "asks whether this request was carried out",
+            "request_id": request_id,
+        }
+        try:
+            await self._ask("memory_delete", question, scope, retry, lambda answer: answer)
+        except RequestIdReusedError:
+            return True
+        except RecordUnavailableError:
+            return False
+        raise ProtocolError("memory_delete: a record was deleted that cannot exist")
+
+    async def _is_told(
+        self,
+        record_id: int,
+        expected_revision: int,
+        *,
+        reason: str | None,
+        content: str | None,
+        scope: ScopeLike | None,
+        retry: RetryPolicy,
+    ) -> bool:
+        ended = expected_revision + 1
+        after = 0
+        while True:
+            events = await self.memory_history(record_id, scope, after, retry=retry)
+            found = [event for event in events if event.record_id == record_id and event.revision == ended]
+            event = next((event for event in found if event.operation != "confirm"), None)
+            if event is not None or len(events) < limits.HISTORY_EVENTS_MAX:
+                break
+            after = events[-1].sequence
+        if event is None or (reason is not None and not _same(reason, event.reason)):
+            return False
+        myself = (await self.scopes(retry=retry)).actor.get("user_id")
+        if event.actor.get("user_id") != myself:
+            return False
+        state = event.after_state or {}
+        if content is None:
+            return state.get("status") == "deleted"
+        successor = state.get("superseded_by")
+        if type(successor) is not int:
+            return False
+        return _same(content, (await self.get(successor, scope=scope, retry=retry)).content)
+
+    async def _write(
+        self,
+        name: str,
+        sent: dict[str, Any],
+        scope: ScopeLike | None,
+        request_id: UUID | str | None,
+        retry: RetryPolicy | None,
+    ) -> Record:
+        identity = str(uuid4()) if request_id is None else _as_request_id(request_id)
+        may_be_done = False
+
+        async def attempt() -> Record:
+            nonlocal may_be_done
+            try:
+                return _written(name, sent, await self._call(name, encoded))
+            except TransientError as error:
+                may_be_done = may_be_done or error.outcome == "unknown"
+                raise
+
+        encoded = _encoded({**sent, "request_id": identity}, scope)
+        try:
+            record = await retrying(self._retry if retry is None else retry, attempt)
+        except MemlogError as error:
+            error.request_id = identity
+            if may_be_done and isinstance(error, PermanentError) and not isinstance(error, ConflictError):
+                error.add_note("an earlier attempt of this write may have been carried out")
+            raise
+        return replace(record, request_id=identity)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    async def get(
+        self,
+        id: int,  # noqa: A002 - the tool's own word
+        *,
+        scope: ScopeLike | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Record:
+        """One record, whatever its status.
+
+        Raises:
+            ValueError: an argument out of range.
+            RecordUnavailableError: there is no such record in this scope.
+            PermanentError, TransientError: from the last attempt.
+        """
+        models.check_range("id", id, 1, None)
+        return await self._ask("memory_get", {"id": id}, scope, retry, models.read_record)
+
+    async def scopes(self, *, retry: RetryPolicy | None = None) -> Scopes:
+        """Who the token belongs to, and what its user can read and write.
+
+        Raises:
+            PermanentError, TransientError: from the last attempt.
+        """
+        return await self._ask("memory_scopes", {}, None, retry, models.read_scopes)
+
+    def export(self, *, scope: ScopeLike | None = None, after: int = 0, limit: int | None = None) -> Export:
+        """All records of a scope by ascending id, superseded and deleted ones too: ``async for record in …``.
+
+        Raises, from its first await on, SequenceError for a page that does not ascend behind ``after`` or is too long,
+        and PermanentError and TransientError from the last attempt; the same object can be gone on with.
+        """
+
+        async def page(position: int, size: int) -> list[Record]:
+            records = await self._ask(
+                "memory_export", {"after": position, "limit": size}, scope, None, models.read_records
+            )
+            _verify([record.id for record in records], position, size, "the export")
+            return records
+
+        return Export(page, after=after, limit=limit)
+
     def history(
         self,
         id: int,  # noqa: A002 - the tool's own word
         *,
-        scope: Mapping[str, object] | None = None,
+        scope: ScopeLike | None = None,
         after: int = 0,
         limit: int | None = None,
     ) -> History:
@@ -99,7 +412,7 @@ class TeamClient:
     async def memory_history(
         self,
         id: int,  # noqa: A002 - the tool's own word
-        scope: Mapping[str, object] | None = None,
+        scope: ScopeLike | None = None,
         after: int = 0,
         limit: int = limits.HISTORY_EVENTS_MAX,
         *,
@@ -107,31 +420,21 @@ class TeamClient:
     ) -> list[HistoryEvent]:
         """One page of the history of a record and of all it replaced: ``limit`` (1 to 50) events at most, oldest first.
 
-        ``after`` is the last ``sequence`` received. The numbers have gaps; fewer than ``limit`` mean the end.
+        ``after`` is the last ``sequence`` received. The numbers have gaps; fewer than ``limit`` mean the end. Asked for
+        a record that was replaced, it tells nothing of the successor but its id, in the last event.
 
         Raises:
             ValueError: an argument out of range.
-            InvalidRequestError: the server knows no such record in this scope.
+            RecordUnavailableError: the server knows no such record in this scope.
             SequenceError: an event is not behind the one before it.
             PermanentError, TransientError: from the last attempt.
         """
         models.check_range("id", id, 1, None)
         models.check_range("after", after, 0, None)
         models.check_range("limit", limit, 1, limits.HISTORY_EVENTS_MAX)
-        arguments: dict[str, object] = {"id": id, "after": after, "limit": limit}
-        if scope is not None:
-            arguments["scope"] = dict(scope)
-        encoded = payload.dumps(arguments)
-
-        async def attempt() -> list[HistoryEvent]:
-            answer = await self._call("memory_history", encoded)
-            try:
-                return models.read_events(answer)
-            except ValueError as error:
-                raise ProtocolError(f"memory_history: {error}") from None
-
-        events = await retrying(self._retry if retry is None else retry, attempt)
-        _verify(events, after, limit)
+        arguments = {"id": id, "after": after, "limit": limit}
+        events = await self._ask("memory_history", arguments, scope, retry, models.read_events)
+        _verify([event.sequence for event in events], after, limit, "the history")
         return events
 
     async def call_tool(
@@ -145,26 +448,123 @@ class TeamClient:
         """
         return await self._call(name, payload.dumps({} if arguments is None else arguments), timeout=timeout)
 
+    async def _ask(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        scope: ScopeLike | None,
+        retry: RetryPolicy | None,
+        read: Callable[[dict[str, Any]], T],
+    ) -> T:
+        encoded = _encoded(arguments, scope)
+
+        async def attempt() -> T:
+            answer = await self._call(name, encoded)
+            try:
+                return read(answer)
+            except ValueError as error:
+                raise ProtocolError(f"{name}: {error}") from None
+
+        return await retrying(self._retry if retry is None else retry, attempt)
+
     async def _call(self, name: str, arguments: bytes, *, timeout: float | None = None) -> dict[str, Any]:
         try:
             return await self._session.call_tool(name, arguments, timeout=timeout)
-        except ServerError as error:
-            if error.code not in _NOT_PASSING_CODES:
+        except (ServerError, RateLimitedError) as error:
+            known = _known(error)
+            if known is error:
                 raise
-            raise InvalidRequestError(
-                str(error.args[0]),
-                outcome="refused",
-                status=error.status,
-                code=error.code,
-                server_said=error.server_said,
-            ) from error
+            raise known from error
 
 
-def _verify(events: list[HistoryEvent], after: int, limit: int) -> None:
+def _known(error: ServerError | RateLimitedError) -> MemlogError:
+    """The error as this server means it, or the same one."""
+    said = (error.server_said or "").lower()
+    details: dict[str, Any] = {
+        "status": error.status,
+        "code": error.code,
+        "server_said": error.server_said,
+        "retry_after": error.retry_after,
+    }
+    words = str(error.args[0])
+    if isinstance(error, RateLimitedError):
+        # Too many requests at this moment, and not too many by this caller.
+        return ServerError(words, outcome="not_sent", **details) if "server busy" in said else error
+    if error.code == "not_found":
+        return RecordUnavailableError(words, outcome="refused", **details)
+    if error.code != "conflict":
+        return error
+    if "identity changed" in said:
+        return ServerError(words, outcome="not_sent", **details)
+    kind = next((cls for start, cls in _CONFLICTS if start in said), ConflictError)
+    return kind(words, outcome="refused", **details)
+
+
+def _written(name: str, sent: dict[str, Any], answer: dict[str, Any]) -> Record:
+    data = answer.get("data")
+    if isinstance(data, dict) and data.get("saved") is False:
+        quality = data.get("quality")
+        raise NotSavedError(
+            f"{name}: the server's quality gate did not keep the text",
+            quality=quality if isinstance(quality, dict) else None,
+            outcome="refused",
+        )
+    try:
+        record = models.read_record(answer)
+    except ValueError as error:
+        raise ProtocolError(f"{name}: {error}") from None
+    return replace(record, redacted=_redacted(sent, record))
+
+
+def _redacted(sent: dict[str, Any], record: Record) -> tuple[str, ...]:
+    if record.deduplicated:
+        # What came back is the text of the earlier save, so only the mark tells.
+        marked = record.content.count(_REDACTED) > sent["content"].count(_REDACTED)
+        return ("content",) if marked else ()
+    texts = [name for name in _TEXTS if name in sent]
+    altered: list[str] = [name for name in texts if _normal(sent[name]) != getattr(record, name)]
+    if "tags" in sent and {_normal(tag).strip().casefold() for tag in sent["tags"]} - {""} != set(record.tags):
+        altered.append("tags")
+    return tuple(altered)
+
+
+def _same(sent: str, kept: str) -> bool:
+    """Whether ``kept`` is what the server makes of ``sent``."""
+    parts = map(re.escape, kept.split(_REDACTED))
+    return re.fullmatch(".+?".join(parts), _normal(sent), re.DOTALL) is not None
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def _encoded(arguments: dict[str, Any], scope: ScopeLike | None) -> bytes:
+    if scope is None:
+        return payload.dumps(arguments)
+    if isinstance(scope, Scope):
+        scope = {"kind": scope.kind} | ({} if scope.team_id is None else {"team_id": scope.team_id})
+    return payload.dumps({**arguments, "scope": dict(scope)})
+
+
+def _as_request_id(given: object) -> str:
+    if isinstance(given, UUID):
+        return str(given)
+    try:
+        return str(UUID(str(given)))
+    except ValueError:
+        raise ValueError(f"request_id must be a UUID, not {given!r}") from None
+
+
+def _check_text(name: str, value: object, most: int) -> None:
+    if not isinstance(value, str) or not value.strip() or len(value) > most:
+        raise ValueError(f"{name} must be a text of 1 to {most:,} characters, not only spaces")
+
+
+def _verify(numbers: Sequence[int], after: int, limit: int, what: str) -> None:
     last = after
-    for event in events:
-        if event.sequence <= last:
-            raise SequenceError("the history does not ascend", expected=last + 1, got=event.sequence)
-        last = event.sequence
-    if len(events) > limit:
-        raise SequenceError("the server's page is longer than asked for", expected=limit, got=len(events))
+    for number in numbers:
+        if number <= last:
+            raise SequenceError(f"{what} does not ascend", expected=last + 1, got=number)
+        last = number
+    if len(numbers) > limit:
+        raise SequenceError("the server's page is longer than asked for", expected=limit, got=len(numbers))

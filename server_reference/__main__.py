@@ -15,22 +15,25 @@ from .app import create_app
 from .store import StoreUnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
 DESCRIPTION = """\
 A small, exact server of the conversation memory tools (append_memory, replay_memory, recall_memory,
-list_conversations) and of memory_history, over MCP's Streamable HTTP at /mcp.
+list_conversations) and of a team's records (memory_save, memory_update, memory_delete, memory_get, memory_history,
+memory_export, memory_scopes), over MCP's Streamable HTTP at /mcp.
 
 When it accepts connections it prints one line with its URL and the credentials it knows. With --db, every append it
-acknowledged survives a kill or a power cut. SIGTERM and Ctrl-C end it at once, with status 0.
+acknowledged survives a kill or a power cut; a team's records live in memory only. SIGTERM and Ctrl-C end it at once,
+with status 0.
 """
 EPILOG = """\
 --records FILE holds one change event a line, as memory_history returns it, for example
   {"sequence": 31, "record_id": 812, "at": "2026-09-25T09:14:02.118Z", "operation": "insert",
    "actor": {"user_id": "vasya", "display_name": "Vasya", "client": "codex"}, "reason": "", "revision": 1,
    "before_state": null, "after_state": {"id": 812, "status": "active", "superseded_by": null}}
-(on one line). "scope": {"kind": "team", "team_id": "engineering"} in a line keeps that record to one scope.
+(on one line). "scope": {"kind": "team", "team_id": "engineering"} in a line keeps that record to one scope. The file
+is never written.
 
 With --allow-faults, POST /faults (same credentials) orders a fault, GET /faults lists them, DELETE /faults ends them:
   curl -u demo:demo -H 'content-type: application/json' http://127.0.0.1:PORT/faults \\
@@ -55,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sites=sites,
             read_tokens=options.read_token,
             team_tokens=team_tokens,
+            team_members=_members(options.member),
             records=options.records,
             rate=options.rate,
             allow_faults=options.allow_faults,
@@ -142,6 +146,22 @@ def _pair(first: str, second: str) -> Any:
     return parse
 
 
+def _member(text: str) -> tuple[str, str, str]:
+    parts = text.split(":")
+    if len(parts) != 3 or not all(parts):
+        raise argparse.ArgumentTypeError("must be TEAM:USER:ROLE")
+    return parts[0], parts[1], parts[2]
+
+
+def _members(given: Iterable[tuple[str, str, str]] | None) -> dict[str, dict[str, str]] | None:
+    if given is None:
+        return None
+    members: dict[str, dict[str, str]] = {}
+    for team, user, role in given:
+        members.setdefault(team, {})[user] = role
+    return members
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m server_reference",
@@ -174,9 +194,16 @@ def _parser() -> argparse.ArgumentParser:
         type=_pair("USER", "TOKEN"),
         action="append",
         default=[],
-        help="a user's personal Bearer token for memory_history; may be repeated",
+        help="a user's personal Bearer token for the team's records; may be repeated",
     )
-    add("--records", metavar="FILE", help="change events that memory_history answers from, see below")
+    add(
+        "--member",
+        metavar="TEAM:USER:ROLE",
+        type=_member,
+        action="append",
+        help="a team's member, as reader, editor or manager; repeat for several (default: every team is open to all)",
+    )
+    add("--records", metavar="FILE", help="change events that the team's records begin with, see below")
     add(
         "--rate", metavar="N", type=float, help="tool calls allowed a second and site; more get HTTP 429 (default: any)"
     )

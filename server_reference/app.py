@@ -39,6 +39,7 @@ from .protocol import (
 )
 from .store import Store
 from .team import Team
+from .team_tools import TEAM_TOOLS
 from .tools import TOOLS, Result, Tool, ToolBox, append_answer
 from .verbatim import NotJsonError, loads, quote
 
@@ -65,6 +66,7 @@ def create_app(
     sites: Mapping[str, str] | None = None,
     read_tokens: Collection[str] = (),
     team_tokens: Mapping[str, str] | None = None,
+    team_members: Mapping[str, Mapping[str, str]] | None = None,
     records: str | os.PathLike[str] | None = None,
     rate: float | None = None,
     allow_faults: bool = False,
@@ -84,8 +86,9 @@ def create_app(
         db: the database file; None keeps everything in memory.
         sites: site name to password; ``{"demo": "demo"}`` if left out.
         read_tokens: Bearer tokens that are known, but refused by every site tool.
-        team_tokens: Bearer token to user, for ``memory_history``.
-        records: the events that ``memory_history`` answers from, see :mod:`.team`.
+        team_tokens: Bearer token to user, for the tools of team records.
+        team_members: team to user to role (``reader``, ``editor``, ``manager``); every team is open to all if left out.
+        records: the events that the team records begin with, see :mod:`.team`.
         rate: tool calls a second and site; None for no limit.
         allow_faults: serve ``/faults``.
         hosts: host names a request may be addressed to (a port is not looked at); None for any.
@@ -101,10 +104,10 @@ def create_app(
     known_sites = {"demo": "demo"} if sites is None else sites
     authenticator = Authenticator(known_sites, read_tokens, team_tokens, no_auth=no_auth)
     limit = RateLimit(rate, clock)
-    team = Team(records)
+    team = Team(records, team_members)
     store = Store(db, conversation_items_max=conversation_items_max)
     faults, counters = Faults(), Counters()
-    tools = {**TOOLS, **CONFORMANCE_TOOLS} if conformance_tools else TOOLS
+    tools = {**TOOLS, **TEAM_TOOLS, **(CONFORMANCE_TOOLS if conformance_tools else {})}
 
     protocol = _Mcp(ToolBox(store, team), tools, limit, faults, counters)
     mcp = _Endpoint(authenticator, hosts, protocol.answer, ("POST", "DELETE"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from .verbatim import Number
 
-__all__ = ["Arguments", "Refusal", "integer"]
+__all__ = ["Arguments", "Refusal", "SchemaError", "integer"]
 
 Arguments = Mapping[str, Any]
 
@@ -19,6 +19,10 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure
         super().__init__(code)
         self.code = code
         self.message = message
+
+
+class SchemaError(Exception):
+    """The arguments are not what the tool's schema asks for; the message is the whole answer, as plain text."""
 
 
 def integer(arguments: Arguments, name: str, low: int, high: int, *, code: str, default: int | None = None) -> int:

@@ -1,140 +1,200 @@
-"""The team half: the change history of shared records, read from a file and never changed here.
+"""The team half: who may do what in which scope, and what the tools of team records answer.
 
-The file holds one event a line, as ``memory_history`` returns it:
+Records live in scopes: everybody's own, one for each team, and one that all share. They are kept in memory, and begin
+with what a file of events (one a line, as ``memory_history`` returns it) tells of them:
 
     {"sequence": 31, "record_id": 812, "at": "2026-09-25T09:14:02.118Z", "operation": "insert",
      "actor": {"user_id": "vasya", "display_name": "Vasya", "client": "codex"}, "reason": "", "revision": 1,
      "before_state": null, "after_state": {"id": 812, ..., "superseded_by": null}}
 
 A line may also name the place the record lives in, ``"scope": {"kind": "team", "team_id": "engineering"}``, which is
-not part of the answer; a line without one is found in every scope. Sequences count per scope and may have gaps.
-Events are returned word for word. Every team token may read every scope.
+not part of the answer; a line without one is found in every scope. Sequences count per scope and may have gaps. The
+file's events are returned word for word, and the file is never written.
+
+With members, a team is open to those named, and a ``reader`` among them changes nothing; without any, everybody may
+write everywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from uuid import UUID
 
-from .arguments import Arguments, Refusal, integer
-from .verbatim import NotJsonError, Number, dumps, loads
+from .arguments import Arguments, Refusal, SchemaError
+from .records import RecordsError, Workspace, plain, read_events
+from .scrub import scrubbed
+from .team_tools import INT64_MAX, TEAM_TOOLS, complaint
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from .auth import Identity
 
-__all__ = ["RecordsError", "Team"]
+__all__ = ["ROLES", "RecordsError", "Team"]
 
-PAGE_EVENTS_MAX: Final = 50
-INT64_MAX: Final = 2**63 - 1
+ROLES: Final = ("reader", "editor", "manager")
 TEAM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
-
-class RecordsError(ValueError):
-    """The records file is not in this module's format; the message names the line."""
+_WRITES: Final = frozenset({"memory_save", "memory_update", "memory_delete"})
+_RESERVED_TAGS: Final = ("scope:", "team:", "user:")
 
 
 class _Scope(NamedTuple):
     kind: str
-    team_id: str | None
+    team_id: str | None = None
 
-    def answer(self) -> str:
+    def told(self) -> dict[str, Any]:
+        return {"kind": self.kind, "team_id": self.team_id}
+
+    def answer(self, data: str) -> str:
         tags = [f"scope:{self.kind}", *([f"team:{self.team_id}"] if self.team_id else [])]
-        return f'"scope":{dumps({"kind": self.kind, "team_id": self.team_id})},"scope_tags":{dumps(tags)}'
-
-
-class _Event(NamedTuple):
-    sequence: int
-    record_id: int
-    scope: _Scope | None
-    superseded_by: int | None
-    text: str
+        return f'{{"scope":{_json(self.told())},"scope_tags":{_json(tags)},"data":{data}}}'
 
 
 class Team:
-    """Answers ``memory_history`` from the events of one file; without a file no record is known."""
+    """Answers the tools of :data:`.team_tools.TEAM_TOOLS`.
 
-    def __init__(self, records: str | os.PathLike[str] | None = None) -> None:
-        self._events = sorted(_read(Path(records)), key=lambda event: event.sequence) if records else []
+    Args:
+        records: a file of events to begin with.
+        members: team to user to role, one of :data:`ROLES`; None leaves every team open to everybody.
 
-    def history(self, arguments: Arguments, identity: Identity) -> str:
-        """The answer as JSON text: the record's events and those of all it replaced. Raises :class:`Refusal`."""
+    Raises:
+        ValueError: an unknown role, or no name for a team.
+        RecordsError: the file.
+    """
+
+    def __init__(
+        self,
+        records: str | os.PathLike[str] | None = None,
+        members: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        for team, roles in (members or {}).items():
+            if TEAM_ID.fullmatch(team) is None:
+                raise ValueError("a team's name is 1 to 64 characters from [A-Za-z0-9_-]")
+            if unknown := sorted(set(roles.values()) - set(ROLES)):
+                raise ValueError(f"there is no role {unknown[0]!r}, only {', '.join(ROLES)}")
+        self._members = members
+        self._told = read_events(records, _scope) if records else []
+        self._workspaces: dict[tuple[_Scope, str | None], Workspace] = {}
+
+    def call(self, name: str, arguments: Arguments, identity: Identity) -> str:
+        """The answer as JSON text. Raises :class:`Refusal` and :class:`SchemaError`."""
         if identity.user is None:
-            raise Refusal("forbidden", "memory_history needs a personal team token")
-        if unknown := sorted(set(arguments) - {"scope", "id", "after", "limit"}):
-            raise Refusal("invalid_request", f"unexpected argument: {unknown[0][:64]}")
-        scope = _scope(arguments["scope"]) if "scope" in arguments else _Scope("personal", None)
+            raise Refusal("forbidden", f"{name} needs a personal team token")
+        given = plain(dict(arguments))
+        schema = TEAM_TOOLS[name].input_schema
+        if (violated := complaint(given, schema)) is not None:
+            raise SchemaError(f"Input validation error: {violated}")
+        defaults = {key: rule["default"] for key, rule in schema["properties"].items() if "default" in rule}
+        values = defaults | scrubbed(given)
+        actor = {
+            "user_id": identity.user,
+            "display_name": identity.user,
+            "client": "team-token",
+            "org_role": "member",
+        }
+        if name == "memory_scopes":
+            return _json({"actor": actor, "workspaces": self._scopes(identity.user)})
+        scope = _scope(values.pop("scope", {}))
         if scope is None:
-            raise Refusal("invalid_request", "scope must be personal, shared, or team with its team_id")
-        record = integer(arguments, "id", 1, INT64_MAX, code="invalid_request")
-        after = integer(arguments, "after", 0, INT64_MAX, default=0, code="invalid_request")
-        limit = integer(arguments, "limit", 1, PAGE_EVENTS_MAX, default=PAGE_EVENTS_MAX, code="invalid_request")
-        events = [event for event in self._events if event.scope in (None, scope)]
-        wanted = _with_predecessors(record, events)
-        if not any(event.record_id in wanted for event in events):
-            raise Refusal("conflict", "Record unavailable")
-        page = [event.text for event in events if event.sequence > after and event.record_id in wanted][:limit]
-        return f'{{{scope.answer()},"data":[{",".join(page)}]}}'
+            raise Refusal("invalid_request", "scope: team_id is required only for team scope")
+        _check(values)
+        if not self._allowed(identity.user, scope, name in _WRITES):
+            raise Refusal("forbidden", "Workspace is read-only")
+        return scope.answer(self._answer(name, values, self._workspace(scope, identity.user), actor))
+
+    def _answer(self, name: str, values: dict[str, Any], workspace: Workspace, actor: dict[str, Any]) -> str:
+        if name == "memory_get":
+            return _json(workspace.get(values["id"]))
+        if name == "memory_export":
+            return _json(workspace.export(values["after"], values["limit"]))
+        if name == "memory_history":
+            return f"[{','.join(workspace.history(values['id'], values['after'], values['limit']))}]"
+        request_id = values.pop("request_id")
+
+        def write() -> dict[str, Any]:
+            if name == "memory_save":
+                return workspace.save(actor, values)
+            if name == "memory_delete":
+                return workspace.delete(actor, values["id"], values["expected_revision"], values["reason"])
+            return workspace.update(
+                actor, values["id"], values["expected_revision"], values["content"], values["reason"]
+            )
+
+        return _json(workspace.once(actor, request_id, [name, values], write))
+
+    def _allowed(self, user: str, scope: _Scope, to_write: bool) -> bool:
+        if scope.kind != "team" or self._members is None:
+            return True
+        role = self._members.get(scope.team_id or "", {}).get(user)
+        if role is None:
+            raise Refusal("forbidden", "Workspace unavailable")
+        return not to_write or role != "reader"
+
+    def _workspace(self, scope: _Scope, user: str) -> Workspace:
+        key = scope, user if scope.kind == "personal" else None
+        if key not in self._workspaces:
+            self._workspaces[key] = Workspace.of(event for event in self._told if event.scope in (None, scope))
+        return self._workspaces[key]
+
+    def _scopes(self, user: str) -> list[dict[str, Any]]:
+        if self._members is None:
+            used = [scope for scope, _ in self._workspaces] + [event.scope for event in self._told if event.scope]
+            teams = sorted({scope.team_id for scope in used if scope.kind == "team"})
+        else:
+            teams = sorted(team for team, roles in self._members.items() if user in roles)
+        scopes = [_Scope("personal"), *(_Scope("team", team) for team in teams), _Scope("shared")]
+        return [
+            {
+                "key": _key(scope, user),
+                "scope": scope.told(),
+                "owner_id": user if scope.kind == "personal" else None,
+                "writable": self._allowed(user, scope, to_write=True),
+            }
+            for scope in scopes
+        ]
 
 
-def _with_predecessors(record: int, events: list[_Event]) -> set[int]:
-    replaced: dict[int, set[int]] = defaultdict(set)
-    for event in events:
-        if event.superseded_by is not None:
-            replaced[event.superseded_by].add(event.record_id)
-    found: set[int] = set()
-    ahead = {record}
-    while ahead:
-        found |= ahead
-        ahead = set().union(*(replaced.get(one, ()) for one in ahead)) - found
-    return found
+def _key(scope: _Scope, user: str) -> str:
+    if scope.kind == "shared":
+        return scope.kind
+    return f"{scope.kind}_{hashlib.sha256((scope.team_id or user).encode()).hexdigest()}"
+
+
+def _check(values: dict[str, Any]) -> None:
+    """What a schema cannot say. Raises :class:`Refusal`; ``request_id`` is in its usual form afterwards."""
+    if "content" in values and not values["content"].strip():
+        raise Refusal("invalid_request", "content must be non-empty text")
+    if any(len(tag) > 128 or tag.startswith(_RESERVED_TAGS) for tag in values.get("tags", ())):
+        raise Refusal("invalid_request", "tags: at most 128 characters, and not reserved for scopes")
+    if (request_id := values.get("request_id")) is not None:
+        try:
+            values["request_id"] = str(UUID(request_id))
+        except ValueError:
+            raise Refusal("invalid_request", "request_id should be a valid UUID") from None
+    for name in ("id", "after", "expected_revision"):
+        if name in values:
+            values[name] = int(values[name])
+            if values[name] > INT64_MAX:
+                raise Refusal("unavailable", "Workspace operation failed")
+    if "limit" in values:
+        values["limit"] = int(values["limit"])
 
 
 def _scope(value: object) -> _Scope | None:
     if not isinstance(value, dict) or not set(value) <= {"kind", "team_id"}:
         return None
-    kind, team_id = value.get("kind"), value.get("team_id")
+    kind, team_id = value.get("kind", "personal"), value.get("team_id")
     if kind == "team" and isinstance(team_id, str) and TEAM_ID.fullmatch(team_id):
         return _Scope(kind, team_id)
     if kind in ("personal", "shared") and isinstance(kind, str) and team_id is None:
-        return _Scope(kind, None)
+        return _Scope(kind)
     return None
 
 
-def _read(path: Path) -> list[_Event]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RecordsError(f"cannot read {path}: {error.strerror}") from error
-    events: list[_Event] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            events.append(_event(loads(line)))
-        except NotJsonError as error:
-            raise RecordsError(f"{path}, line {number}: {error}") from None
-    places = [(event.scope, event.sequence) for event in events]
-    if len(set(places)) != len(places):
-        raise RecordsError(f"{path}: a sequence stands twice in one scope")
-    return events
-
-
-def _event(value: Any) -> _Event:
-    if not isinstance(value, dict):
-        raise NotJsonError("an event must be a JSON object")
-    scope = None
-    if "scope" in value and (scope := _scope(value.pop("scope"))) is None:
-        raise NotJsonError("scope must be personal, shared, or team with its team_id")
-    after_state = value.get("after_state")
-    superseded_by = after_state.get("superseded_by") if isinstance(after_state, dict) else None
-    sequence, record_id, successor = (
-        number.integer() if isinstance(number, Number) else None
-        for number in (value.get("sequence"), value.get("record_id"), superseded_by)
-    )
-    if sequence is None or sequence < 1 or record_id is None or record_id < 1:
-        raise NotJsonError("an event needs sequence and record_id, both integers above 0")
-    return _Event(sequence, record_id, scope, successor, dumps(value))
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

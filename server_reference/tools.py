@@ -1,15 +1,16 @@
-"""The five tools: what each is called, what it takes, what it answers, and where each limit lies.
+"""The site's four tools: what each is called, what it takes, what it answers, and where each limit lies.
 
 A call that the tool itself refuses is answered with an ``isError`` result, as text only: structured content would have
-to be what the tool's output schema says, and clients check that. For the four site tools the text is
+to be what the tool's output schema says, and clients check that. The text is
 
     {"error": {"code": CODE, "message": TEXT}}
 
 with one CODE a condition, stable: ``invalid_conversation_id``, ``invalid_items`` (not 1 or more JSON objects, or
 nested too deeply), ``too_many_items``, ``item_too_large``, ``batch_too_large``, ``conversation_full``,
 ``invalid_parameters`` (any other argument), ``unprocessable_parameters`` (a Bearer token where the site's Basic
-credentials are needed). ``memory_history`` belongs to the team half and answers in that half's manner, always as text:
-``{"error": TEXT, "code": CODE}`` with ``invalid_request``, ``conflict`` or ``forbidden``.
+credentials are needed). The tools of :mod:`.team_tools` belong to the team half and answer in that half's manner,
+always as text: ``{"error": TEXT, "code": CODE}`` with ``invalid_request``, ``conflict``, ``forbidden`` or
+``unavailable``; and plain words where the arguments violate the schema.
 
 Sizes are bytes of compact UTF-8 JSON, which is also what is stored; a size or number equal to a limit is accepted.
 """
@@ -20,7 +21,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .arguments import Arguments, Refusal, integer
+from .arguments import Arguments, Refusal, SchemaError, integer
 from .store import FullError, Store, StoredItem
 from .verbatim import NESTING_MAX, NotJsonError, dumps, quote
 
@@ -209,49 +210,6 @@ TOOLS: Final[Mapping[str, Tool]] = {
                 },
             ),
         ),
-        Tool(
-            name="memory_history",
-            description=(
-                "Pages through the changes of a team record and of the earlier records it replaced, oldest first; "
-                "`after` is the last sequence seen. Needs a personal team token."
-            ),
-            input_schema=_schema(
-                "MemoryHistoryRequest",
-                {
-                    "scope": {
-                        "additionalProperties": False,
-                        "description": "Where the record lives; the caller's own space where it is left out.",
-                        "properties": {
-                            "kind": {"enum": ["personal", "team", "shared"], "type": "string"},
-                            "team_id": {
-                                "description": "Needed for kind `team`, and only there.",
-                                "pattern": "^[a-zA-Z0-9_-]{1,64}$",
-                                "type": ["string", "null"],
-                            },
-                        },
-                        "required": ["kind"],
-                        "type": "object",
-                    },
-                    "id": {"description": "The record.", "minimum": 1, "type": "integer"},
-                    "after": {
-                        "default": 0,
-                        "description": "Return only events with a greater sequence.",
-                        "minimum": 0,
-                        "type": "integer",
-                    },
-                    "limit": {
-                        "default": 50,
-                        "description": "How many events to return at most.",
-                        "maximum": 50,
-                        "minimum": 1,
-                        "type": "integer",
-                    },
-                },
-                ["id"],
-                additionalProperties=False,
-            ),
-            of_site=False,
-        ),
     )
 }
 
@@ -285,7 +243,7 @@ class ToolBox:
         if tool.answer is not None:
             return tool.answer(arguments)
         if not tool.of_site:
-            return self._history(arguments, identity)
+            return self._of_team(tool.name, arguments, identity)
         try:
             return await self._site_tools[tool.name](_site(identity), arguments)
         except Refusal as refused:
@@ -325,9 +283,11 @@ class ToolBox:
         )
         return Result(f'{{"conversations":[{found}]}}')
 
-    def _history(self, arguments: Arguments, identity: Identity) -> Result:
+    def _of_team(self, name: str, arguments: Arguments, identity: Identity) -> Result:
         try:
-            return Result(self._team.history(arguments, identity), structured=False)
+            return Result(self._team.call(name, arguments, identity), structured=False)
+        except SchemaError as violated:
+            return Result(str(violated), structured=False, is_error=True)
         except Refusal as refused:
             text = f'{{"error":{quote(refused.message)},"code":{quote(refused.code)}}}'
             return Result(text, structured=False, is_error=True)

@@ -202,14 +202,23 @@ REQUIREMENTS: dict[str, Requirement] = {
         ),
     ),
     "C12.real-server": Requirement(
-        sentence="The real team server answers memory_history as the reference server does.",
+        sentence="The real team server answers memory_history, and what writes it, as the reference server does.",
         source="memory_history",
-        open="needs that server beside the tests; it belongs to the team server's remaining tools",
+        tests=(
+            "test_team_oracle.py::test_the_reference_server_answers_each_call_as_the_real_one_did",
+            "test_team_oracle.py::test_the_client_understands_what_the_real_server_said",
+            "test_team_oracle.py::test_the_real_server_answers_each_call_as_it_did_when_it_was_recorded",
+        ),
     ),
     "C12.written": Requirement(
-        sentence="After a write that timed out, the history tells whether it happened.",
+        sentence="After a write that timed out, it can be told whether it happened, and a retry happens once.",
         source="memory_history",
-        open="there is no write to ask about: it belongs to the team server's tools that write records",
+        tests=(
+            "test_team.py::test_a_write_whose_answer_is_lost_is_sent_again_and_happens_once",
+            "test_team.py::test_after_a_restart_the_request_id_tells_whether_it_happened_and_makes_sure",
+            "test_team.py::test_the_history_tells_whether_an_update_or_a_deletion_happened",
+            "test_team_oracle.py::test_the_client_understands_what_the_real_server_said",
+        ),
     ),
     "C13": Requirement(
         sentence="The result comes as JSON in a text block; as structured content, where there is any, it is the same.",

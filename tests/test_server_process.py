@@ -75,6 +75,7 @@ def test_help_explains_every_option() -> None:
         "--site NAME:PASSWORD",
         "--read-token TOKEN",
         "--team-token USER:TOKEN",
+        "--member TEAM:USER:ROLE",
         "--records FILE",
         "--rate N",
         "--allow-faults",
@@ -82,7 +83,7 @@ def test_help_explains_every_option() -> None:
         "--conformance-tools",
     ):
         assert f"\n  {option} " in said or f"\n  {option}\n" in said, option
-    assert said.count("\n  --") + said.count("\n  -h, --") == 12
+    assert said.count("\n  --") + said.count("\n  -h, --") == 13
     assert "default: demo:demo" in said
     assert '"superseded_by"' in said
     assert "wrong_ack" in said
@@ -93,6 +94,9 @@ def test_help_explains_every_option() -> None:
     [
         (["--site", "nocolon"], "must be NAME:PASSWORD"),
         (["--team-token", "vasya:"], "must be USER:TOKEN"),
+        (["--member", "engineering:vasya"], "must be TEAM:USER:ROLE"),
+        (["--member", "engineering:vasya:king"], "there is no role 'king'"),
+        (["--member", "two words:vasya:reader"], "a team's name is"),
         (["--rate", "0"], "rate must be above 0"),
         (["--records", "no-such-file"], "cannot read no-such-file"),
         (["--db", "/no/such/directory/x"], "cannot"),

@@ -1,4 +1,4 @@
-"""The team half of the reference server: `memory_history` over a file of events."""
+"""The team half of the reference server: records, their history, and a file of events to begin with."""
 
 from __future__ import annotations
 
@@ -119,30 +119,49 @@ async def test_a_page_holds_50_events_unless_fewer_are_asked_for(tmp_path: Path)
 
 @pytest.mark.contract("C12")
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        {},
-        {"id": 0},
-        {"id": "815"},
-        {"id": 8.15},
-        {"id": 812, "limit": 0},
-        {"id": 812, "limit": 51},
-        {"id": 812, "after": -1},
-        {"id": 812, "after": None},
-        {"id": 812, "before": 3},
-        {"id": 812, "scope": {"kind": "team"}},
-        {"id": 812, "scope": {"kind": "shared", "team_id": "engineering"}},
-        {"id": 812, "scope": {"kind": "team", "team_id": "no spaces"}},
-        {"id": 812, "scope": {"kind": "company"}},
-        {"id": 812, "scope": {"kind": "shared", "owner": 1}},
-        {"id": 812, "scope": None},
+        ({}, "'id' is a required property"),
+        ({"id": 0}, "0 is less than or equal to the minimum of 0"),
+        ({"id": "815"}, "'815' is not of type 'integer'"),
+        ({"id": 8.15}, "8.15 is not of type 'integer'"),
+        ({"id": True}, "True is not of type 'integer'"),
+        ({"id": 812, "limit": 0}, "0 is less than the minimum of 1"),
+        ({"id": 812, "limit": 51}, "51 is greater than the maximum of 50"),
+        ({"id": 812, "after": -1}, "-1 is less than the minimum of 0"),
+        ({"id": 812, "after": None}, "None is not of type 'integer'"),
+        ({"id": 812, "before": 3}, "Additional properties are not allowed ('before' was unexpected)"),
+        ({"id": 0, "b": 3, "a": 2}, "Additional properties are not allowed ('a', 'b' were unexpected)"),
+        ({"id": 812, "scope": {"kind": "team", "team_id": "no spaces"}}, "does not match '^[a-zA-Z0-9_-]{1,64}$'"),
+        ({"id": 812, "scope": {"kind": "company"}}, "'company' is not one of ['personal', 'team', 'shared']"),
+        ({"id": 812, "scope": {"kind": "shared", "owner": 1}}, "('owner' was unexpected)"),
+        ({"id": 812, "scope": None}, "None is not of type 'object'"),
     ],
 )
-async def test_an_argument_outside_of_the_schema_is_an_invalid_request(
-    records: Path, arguments: dict[str, Any]
+async def test_an_argument_outside_of_the_schema_is_told_in_plain_words(
+    records: Path, arguments: dict[str, Any], said: str
 ) -> None:
-    """Contract: bounds of the schema; ours, after the real server: the code, and that extra keys are refused."""
-    assert (await refused(records, **arguments))[0] == "invalid_request"
+    """Contract: bounds of the schema; ours, after the real server: the words, that they are no JSON, no extra keys."""
+    result = await history(records, **arguments)
+    assert result["isError"] is True
+    assert result["content"][0]["text"].startswith("Input validation error: ")
+    assert result["content"][0]["text"].endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"id": 812, "scope": {"kind": "team"}}, "invalid_request"),
+        ({"id": 812, "scope": {"kind": "shared", "team_id": "engineering"}}, "invalid_request"),
+        ({"id": 2**63}, "unavailable"),
+        ({"id": 1.0}, "conflict"),
+    ],
+)
+async def test_what_a_schema_cannot_say_is_refused_with_a_code(
+    records: Path, arguments: dict[str, Any], code: str
+) -> None:
+    """Ours, after the real server: a team's scope needs a team, and only that; a number must fit into 64 bits."""
+    assert (await refused(records, **arguments))[0] == code
 
 
 async def test_a_record_that_is_not_there_is_a_conflict(records: Path) -> None:
@@ -170,6 +189,239 @@ async def test_only_a_team_token_reads_history(records: Path) -> None:
             result = (await caller.raw_call("memory_history", '{"id":812}')).json()["result"]
         assert json.loads(result["content"][0]["text"])["code"] == "forbidden"
         assert result["isError"] is True
+
+
+# -- records that are written -----------------------------------------------------------------------------------------
+
+TOKENS = {f"token-of-{user}": user for user in ("vasya", "petya", "olga", "zoe")}
+MEMBERS = {"engineering": {"vasya": "editor", "petya": "manager", "olga": "reader"}}
+
+
+class Users:
+    """Calls of several users on one application."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.app = create_app(team_tokens=TOKENS, **settings)
+
+    async def result(self, user: str, tool: str, **arguments: Any) -> dict[str, Any]:
+        async with in_process(bearer=f"token-of-{user}", app=self.app) as caller:
+            response = await caller.raw_call(tool, json.dumps(arguments))
+        assert response.status_code == 200
+        result = response.json()["result"]
+        assert "structuredContent" not in result
+        return result
+
+    async def ask(self, user: str, tool: str, **arguments: Any) -> Any:
+        result = await self.result(user, tool, **arguments)
+        assert result["isError"] is False, result
+        return json.loads(result["content"][0]["text"])
+
+    async def data(self, user: str, tool: str, **arguments: Any) -> Any:
+        answer = await self.ask(user, tool, **arguments)
+        assert set(answer) == {"scope", "scope_tags", "data"}
+        return answer["data"]
+
+    async def refused(self, user: str, tool: str, **arguments: Any) -> tuple[str, str]:
+        result = await self.result(user, tool, **arguments)
+        assert result["isError"] is True, result
+        error = json.loads(result["content"][0]["text"])
+        return error["code"], error["error"]
+
+
+@pytest.fixture
+def users() -> Any:
+    users = Users(team_members=MEMBERS)
+    yield users
+    users.app.state.store.close()
+
+
+async def test_an_update_leaves_two_events_and_a_deletion_is_an_update(users: Users) -> None:
+    """After the real server: the new record's insert first, both with the reason; numbered by the scope."""
+    here = {"scope": ENGINEERING}
+    await users.data("vasya", "memory_save", content="Another.", **here)
+    first = await users.data("vasya", "memory_save", content="One.", tags=["A", "a ", ""], **here)
+    assert (first["id"], first["revision"], first["saved"], first["deduplicated"]) == (2, 1, True, False)
+    assert first["tags"] == '["a"]'
+    second = await users.data(
+        "petya", "memory_update", id=2, expected_revision=1, content="Two.", reason="better", **here
+    )
+    assert (second["id"], second["revision"], second["previous_id"]) == (3, 1, 2)
+    assert (second["created_by"]["user_id"], second["updated_by"]["user_id"]) == ("vasya", "petya")
+    gone = await users.data("vasya", "memory_delete", id=3, expected_revision=1, reason="enough", **here)
+    assert (gone["status"], gone["revision"]) == ("deleted", 2)
+    events = await users.data("olga", "memory_history", id=3, **here)
+    assert [
+        (one["sequence"], one["record_id"], one["operation"], one["revision"], one["reason"]) for one in events
+    ] == [
+        (2, 2, "insert", 1, ""),
+        (3, 3, "insert", 1, "better"),
+        (4, 2, "update", 2, "better"),
+        (5, 3, "update", 2, "enough"),
+    ]
+    assert [one["before_state"] is None for one in events] == [True, True, False, False]
+    assert events[2]["after_state"]["superseded_by"] == 3
+    assert events[3]["after_state"]["status"] == "deleted"
+    states = {"id", "type", "content", "context", "project", "tags", "status", "superseded_by"}
+    assert all(set(one["after_state"]) == states for one in events)
+    assert [one["sequence"] for one in await users.data("olga", "memory_history", id=2, **here)] == [2, 4]
+    assert [one["id"] for one in await users.data("olga", "memory_export", after=1, limit=2, **here)] == [2, 3]
+
+
+async def test_a_repeat_save_is_a_confirmation_of_what_is_active(users: Users) -> None:
+    """After the real server: same words, type and project; the event has equal states and no reason."""
+    first = await users.data("vasya", "memory_save", content="Ёлка, it's GREEN!")
+    again = await users.data("vasya", "memory_save", content="елка it's green", tags=["x"])
+    assert (again["id"], again["deduplicated"], again["content"]) == (first["id"], True, "Ёлка, it's GREEN!")
+    assert again["last_confirmed"] >= first["last_confirmed"]
+    event = (await users.data("vasya", "memory_history", id=1))[-1]
+    assert (event["operation"], event["revision"], event["reason"]) == ("confirm", 1, "")
+    assert event["before_state"] == event["after_state"]
+    for other in ({"type": "lesson"}, {"project": "p"}, {"content": "it's green, ёлка"}):
+        assert not (await users.data("vasya", "memory_save", **{"content": "елка it's green", **other}))["deduplicated"]
+    await users.data("vasya", "memory_delete", id=1, expected_revision=1, reason="x")
+    assert not (await users.data("vasya", "memory_save", content="елка it's green"))["deduplicated"]
+    # Nothing in it but punctuation: nothing to compare.
+    assert {(await users.data("vasya", "memory_save", content="!!"))["id"] for _ in range(2)} == {6, 7}
+
+
+async def test_a_request_id_belongs_to_one_write_of_a_user_in_a_scope(users: Users) -> None:
+    """After the real server: the same answer for the same arguments, spelled as they may be; refused writes leave it."""
+    mine = {"request_id": "6f1f8c1e-58a8-4a0e-9a55-0d8e4a9d7c11"}
+    refused = ("conflict", "Record unavailable")
+    assert await users.refused("vasya", "memory_delete", id=9, expected_revision=1, reason="x", **mine) == refused
+    first = await users.data("vasya", "memory_save", content="x", **mine)
+    loud = {"request_id": mine["request_id"].upper()}
+    assert await users.data("vasya", "memory_save", content="x", type="fact", tags=[], **loud) == first
+    reused = ("conflict", "request_id was already used with different arguments")
+    assert await users.refused("vasya", "memory_save", content="y", **mine) == reused
+    assert await users.refused("vasya", "memory_delete", id=9, expected_revision=1, reason="x", **mine) == reused
+    shared = {"scope": {"kind": "shared"}}
+    assert (await users.data("vasya", "memory_save", content="x", **shared, **mine))["deduplicated"] is False
+    assert (await users.data("petya", "memory_save", content="x", **shared, **mine))["deduplicated"] is True
+    assert len(await users.data("vasya", "memory_history", id=1)) == 1
+    assert (await users.refused("vasya", "memory_save", content="x", request_id="zz"))[0] == "invalid_request"
+
+
+async def test_a_record_that_changed_meanwhile_is_not_overwritten(users: Users) -> None:
+    """After the real server: another revision, or not active any more."""
+    await users.data("vasya", "memory_save", content="x")
+    changed = ("conflict", "Revision changed; read the record before retrying")
+    update = {"content": "y", "reason": "r"}
+    assert await users.refused("vasya", "memory_update", id=1, expected_revision=2, **update) == changed
+    await users.data("vasya", "memory_delete", id=1, expected_revision=1, reason="r")
+    assert await users.refused("vasya", "memory_update", id=1, expected_revision=2, **update) == changed
+    assert await users.refused("vasya", "memory_delete", id=2, expected_revision=1, reason="r") == (
+        "conflict",
+        "Record unavailable",
+    )
+
+
+async def test_roles_decide_who_reads_and_who_writes(users: Users) -> None:
+    """After the real server: a reader changes nothing, others see nothing; everybody has a space of their own."""
+    here = {"scope": ENGINEERING}
+    await users.data("petya", "memory_save", content="x", **here)
+    read_only, hidden = ("forbidden", "Workspace is read-only"), ("forbidden", "Workspace unavailable")
+    assert await users.refused("olga", "memory_save", content="x", **here) == read_only
+    assert await users.refused("olga", "memory_delete", id=1, expected_revision=1, reason="r", **here) == read_only
+    assert (await users.data("olga", "memory_get", id=1, **here))["content"] == "x"
+    assert await users.refused("zoe", "memory_get", id=1, **here) == hidden
+    assert await users.refused("vasya", "memory_export", scope={"kind": "team", "team_id": "sales"}) == hidden
+    assert await users.refused("vasya", "memory_get", id=1) == ("conflict", "Record unavailable")
+    told = await users.ask("olga", "memory_scopes")
+    assert set(told) == {"actor", "workspaces"}
+    assert set(told["actor"]) == {"user_id", "display_name", "client", "org_role"}
+    assert [(one["scope"]["kind"], one["owner_id"], one["writable"]) for one in told["workspaces"]] == [
+        ("personal", "olga", True),
+        ("team", None, False),
+        ("shared", None, True),
+    ]
+
+
+async def test_without_members_every_team_is_open_to_all(records: Path) -> None:
+    """Ours: the file's teams and those that were used are listed; a wrong role is told at the start."""
+    users = Users(records=records)
+    await users.data("zoe", "memory_save", content="x", scope={"kind": "team", "team_id": "sales"})
+    told = await users.ask("olga", "memory_scopes")
+    teams = [one["scope"]["team_id"] for one in told["workspaces"] if one["scope"]["kind"] == "team"]
+    assert teams == ["engineering", "sales"]
+    assert all(one["writable"] for one in told["workspaces"])
+    users.app.state.store.close()
+    with pytest.raises(ValueError, match="no role 'king'"):
+        create_app(team_members={"engineering": {"zoe": "king"}})
+
+
+async def test_what_a_file_tells_can_be_changed_and_the_file_stays(records: Path) -> None:
+    """Ours: its records go on with the next numbers of their scope, and in memory only."""
+    before = records.read_bytes()
+    users = Users(records=records)
+    here = {"scope": ENGINEERING}
+    record = await users.data("vasya", "memory_get", id=820, **here)
+    assert (record["type"], record["status"], record["tags"]) == ("decision", "active", '["a"]')
+    new = await users.data("petya", "memory_update", id=820, expected_revision=1, content="New.", reason="r", **here)
+    assert new["id"] == 901
+    events = await users.data("vasya", "memory_history", id=901, **here)
+    assert [one["sequence"] for one in events] == [31, 38, 40, 41, 42, 43, 44]
+    assert events[:5] == sorted((one for one in EVENTS if one["record_id"] != 900), key=lambda one: one["sequence"])
+    assert records.read_bytes() == before
+    users.app.state.store.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("mail ann@example.org now", "mail [REDACTED] now"),
+        ("password: hunter2 x", "[REDACTED] x"),
+        ("db_password=hunter2", "[REDACTED]"),
+        ("token: abc", "[REDACTED]"),
+        ("Bearer abc.def", "[REDACTED]"),
+        ("card 4111 1111 1111 1111 end", "card [REDACTED] end"),
+        ("order 1234567812345678", "order 1234567812345678"),
+        ("6f1f8c1e-58a8-4a0e-9a55-411111111111", "6f1f8c1e-58a8-4a0e-9a55-411111111111"),
+        ("https://user:pass@host/x", "https://[REDACTED]@host/x"),
+        ("ghp_" + "a" * 36, "[REDACTED]"),
+        ("AKIAABCDEFGHIJKLMNOP", "[REDACTED]"),
+        ("eyJhbGciOiJIUzI1NiJ9abcdef.eyJzdWIiOiIxMjM0NTY3ODkwIn0abc.sig", "[REDACTED]"),
+        ("my password is foo", "my password is foo"),
+        ("a <private>b</private> c", "a  c"),
+        ("cafe\u0301", "café"),
+    ],
+)
+async def test_what_looks_like_a_secret_is_not_kept(users: Users, sent: str, kept: str) -> None:
+    """After the real server, whose own flag does not tell it."""
+    record = await users.data("vasya", "memory_save", content=sent, context=sent if "private" not in sent else "")
+    assert record["content"] == kept
+    assert record["privacy_redacted"] is False
+    await users.data("vasya", "memory_update", id=1, expected_revision=1, content="x", reason=f"of {sent}")
+    reason = (await users.data("vasya", "memory_history", id=2))[-1]["reason"]
+    assert reason == f"of {kept}" or "private" in sent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "'content' is a required property"),
+        ({"content": ""}, "'' should be non-empty"),
+        ({"content": 5}, "5 is not of type 'string'"),
+        ({"content": "x" * 200_001}, "is too long"),
+        (
+            {"content": "x", "type": "idea"},
+            "'idea' is not one of ['fact', 'decision', 'solution', 'lesson', 'convention']",
+        ),
+        ({"content": "x", "tags": "a"}, "'a' is not of type 'array'"),
+        ({"content": "x", "tags": [5]}, "5 is not of type 'string'"),
+        ({"content": "x", "tags": ["a"] * 65}, "is too long"),
+        ({"content": "x", "project": ""}, "'' should be non-empty"),
+        ({"content": "  "}, "content must be non-empty text"),
+        ({"content": "x", "tags": ["scope:mine"]}, "tags: at most 128 characters, and not reserved for scopes"),
+        ({"content": "x", "tags": ["a" * 129]}, "tags: at most 128 characters, and not reserved for scopes"),
+    ],
+)
+async def test_a_save_that_cannot_be_is_refused(users: Users, arguments: dict[str, Any], said: str) -> None:
+    """After the real server: what a schema can say in plain words, the rest with a code."""
+    result = await users.result("vasya", "memory_save", **arguments)
+    assert result["isError"] is True
+    text = result["content"][0]["text"]
+    assert (json.loads(text)["error"] if text.startswith("{") else text).endswith(said)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reference server's five tools: their schemas word for word, and each limit of the contract at its boundary."""
+"""The reference server's tools with a contract: their schemas word for word, and each limit of the contract at its boundary."""
 
 from __future__ import annotations
 
@@ -119,15 +119,14 @@ SCHEMAS: dict[str, tuple[Any, Any]] = {
             "additionalProperties": False,
             "properties": {
                 "after": {"default": 0, "minimum": 0, "type": "integer"},
-                "id": {"minimum": 1, "type": "integer"},
+                "id": {"exclusiveMinimum": 0, "type": "integer"},
                 "limit": {"default": 50, "maximum": 50, "minimum": 1, "type": "integer"},
                 "scope": {
                     "additionalProperties": False,
                     "properties": {
-                        "kind": {"enum": ["personal", "team", "shared"], "type": "string"},
+                        "kind": {"default": "personal", "enum": ["personal", "team", "shared"], "type": "string"},
                         "team_id": {"pattern": "^[a-zA-Z0-9_-]{1,64}$", "type": ["string", "null"]},
                     },
-                    "required": ["kind"],
                     "type": "object",
                 },
             },
@@ -172,7 +171,11 @@ async def test_the_listed_schemas_are_those_of_the_contract() -> None:
         tool["name"]: (without_descriptions(tool["inputSchema"]), without_descriptions(tool.get("outputSchema")))
         for tool in tools
     }
-    assert listed == SCHEMAS
+    assert {name: listed[name] for name in SCHEMAS} == SCHEMAS
+    assert set(listed) - set(SCHEMAS) == {
+        f"memory_{name}" for name in ("save", "update", "delete", "get", "export", "scopes")
+    }
+    assert all(output is None for name, (_, output) in listed.items() if name.startswith("memory_"))
     assert all(tool["description"] and described(tool["inputSchema"]) for tool in tools)
     assert all(described(tool["outputSchema"]) for tool in tools if "outputSchema" in tool)
 
@@ -367,7 +370,7 @@ async def test_conversations_are_listed_by_id_page_by_page() -> None:
 
 
 async def test_an_unknown_tool_is_an_error_of_the_protocol() -> None:
-    """Ours, after the protocol: -32602, for what is not one of the five."""
+    """Ours, after the protocol: -32602, for what is not one of its tools."""
     async with in_process() as caller:
         for params in ({"name": "forget_memory"}, {"name": 7}, {}, {"name": "append_memory", "arguments": []}):
             message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}

@@ -1,17 +1,28 @@
-"""The team client: the history of a record, page by page and as a whole."""
+"""The team client: records, their history, and writes that may be repeated."""
 
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
+from uuid import UUID, uuid4
 
 import pytest
 from raw_server import McpStub, RawServer, Seen
 
+from memlog import Record, Scope
 from memlog.errors import (
     AuthenticationError,
+    ConflictError,
+    ConnectionFailedError,
     InvalidRequestError,
     MemlogError,
+    NotSavedError,
     ProtocolError,
+    RateLimitedError,
+    RecordUnavailableError,
+    ReplacementRejectedError,
+    RequestIdReusedError,
+    RevisionChangedError,
     SequenceError,
     ServerError,
 )
@@ -135,7 +146,35 @@ async def test_what_the_schema_forbids_is_found_here(arguments, name):
 @pytest.mark.parametrize(
     ("answer", "cls", "calls"),
     [
-        (as_text({"error": "Record unavailable", "code": "conflict"}, error=True), InvalidRequestError, 1),
+        (as_text({"error": "Record unavailable", "code": "conflict"}, error=True), RecordUnavailableError, 1),
+        (as_text({"error": "No such record", "code": "not_found"}, error=True), RecordUnavailableError, 1),
+        (
+            as_text({"error": "Revision changed; read the record before retrying", "code": "conflict"}, error=True),
+            RevisionChangedError,
+            1,
+        ),
+        (
+            as_text({"error": "request_id was already used with different arguments", "code": "conflict"}, error=True),
+            RequestIdReusedError,
+            1,
+        ),
+        (
+            as_text({"error": "Replacement rejected by quality gate", "code": "conflict"}, error=True),
+            ReplacementRejectedError,
+            1,
+        ),
+        (as_text({"error": "Operation rolled back", "code": "conflict"}, error=True), ConflictError, 1),
+        (as_text({"error": "Identity changed; retry the request", "code": "conflict"}, error=True), ServerError, 3),
+        (
+            as_text(
+                {"error": "Workspace unavailable; check history before retrying a write", "code": "unavailable"},
+                error=True,
+            ),
+            ServerError,
+            3,
+        ),
+        (lambda seen: seen.respond(429, b'{"error": "Server busy"}'), ServerError, 3),
+        (lambda seen: seen.respond(429, b'{"error": "Slow down"}'), RateLimitedError, 1),
         (as_text({"error": "51 is too many", "code": "invalid_request"}, error=True), InvalidRequestError, 1),
         (as_text({"error": "Workspace unavailable", "code": "forbidden"}, error=True), AuthenticationError, 1),
         (
@@ -171,3 +210,338 @@ async def test_the_open_door_and_the_closed_one():
     with pytest.raises(ValueError, match="allow_insecure"):
         TeamClient("http://team.example/mcp", token="t")
     TeamClient("http://team.example/mcp", token="t", allow_insecure=True)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+MEMBERS = {"engineering": {"vasya": "editor", "petya": "manager", "olga": "reader"}}
+TOKENS = {f"token-of-{user}": user for user in ("vasya", "petya", "olga", "zoe")}
+TEAM = Scope.team("engineering")
+
+
+@pytest.fixture
+def place():
+    """A server with one team: two who write, one who reads, and zoe, who is not of it."""
+    with reference_server(team_tokens=TOKENS, team_members=MEMBERS) as server:
+        yield server
+
+
+def of(server, user: str, **settings: object) -> TeamClient:
+    return TeamClient(server.url, token=f"token-of-{user}", **{"retry": QUICK, **settings})
+
+
+async def all_of(entries):
+    return [entry async for entry in entries]
+
+
+@pytest.mark.anyio
+async def test_a_record_is_saved_read_replaced_and_deleted(place):
+    """Ours: typed, with tags as texts, and what this version does not know kept aside."""
+    async with of(place, "vasya") as vasya, of(place, "petya") as petya:
+        first = await vasya.save(
+            "Use pgbouncer.", type="decision", project="billing", tags=["Pool", "db"], importance="high", scope=TEAM
+        )
+        assert (first.id, first.revision, first.status, first.content) == (1, 1, "active", "Use pgbouncer.")
+        assert (first.tags, first.scope, first.type, first.importance) == (("pool", "db"), TEAM, "decision", "high")
+        assert (first.redacted, first.deduplicated, first.previous_id) == ((), False, None)
+        assert UUID(first.request_id)
+        assert first.created_at.tzinfo is not None
+        assert first.extra["session_id"] == "workspace"
+        assert first.extra["last_recalled"] is None
+        second = await petya.update(1, "Use no pooler.", expected_revision=1, reason="The driver pools", scope=TEAM)
+        assert (second.id, second.previous_id, second.tags) == (2, 1, ("pool", "db"))
+        assert (second.created_by["user_id"], second.updated_by["user_id"]) == ("vasya", "petya")
+        old = await vasya.get(1, scope=TEAM)
+        assert (old.status, old.superseded_by, old.revision, old.previous_id) == ("superseded", 2, 2, None)
+        gone = await vasya.delete(2, expected_revision=1, reason="Obsolete", scope=TEAM)
+        assert (gone.status, gone.revision) == ("deleted", 2)
+        assert [one.status async for one in petya.export(scope=TEAM)] == ["superseded", "deleted"]
+        events = await all_of(petya.history(2, scope=TEAM))
+    assert [(one.record_id, one.operation, one.reason) for one in events] == [
+        (1, "insert", ""),
+        (2, "insert", "The driver pools"),
+        (1, "update", "The driver pools"),
+        (2, "update", "Obsolete"),
+    ]
+    assert events[0].changes["tags"] == (None, ["pool", "db"])
+    assert events[2].changes == {"status": ("active", "superseded"), "superseded_by": (None, 2)}
+    assert events[3].changes == {"status": ("active", "deleted")}
+    assert events[1].differences(events[2].before_state, events[1].after_state) == {
+        "id": (1, 2),
+        "content": ("Use pgbouncer.", "Use no pooler."),
+    }
+
+
+@pytest.mark.anyio
+async def test_saving_the_same_words_again_confirms_the_record(place):
+    """The real server: case, spacing and punctuation do not count; the text stays as it was."""
+    async with of(place, "vasya") as vasya:
+        first = await vasya.save("No rid, unique GIRAFFE!")
+        again = await vasya.save("no rid unique giraffe", tags=["new"])
+        assert (again.id, again.deduplicated, again.content, again.tags) == (first.id, True, first.content, ())
+        assert again.redacted == ()
+        assert (await vasya.save("no rid unique giraffe", type="lesson")).id != first.id
+
+
+@pytest.mark.anyio
+async def test_what_the_server_does_not_keep_as_it_was_sent_is_told(place):
+    """Ours: found by comparison, since the server's own flag says nothing of it."""
+    async with of(place, "vasya") as vasya:
+        record = await vasya.save(
+            "Ask ann@example.org.", context="password: hunter2", tags=["ok", "bob@example.org"], project="p"
+        )
+        assert record.redacted == ("content", "context", "tags")
+        assert record.content == "Ask [REDACTED]."
+        assert (await vasya.save("ask ann@example.org")).redacted == ("content",)
+        assert (await vasya.save("cafe\u0301 <private>x</private>")).redacted == ("content",)
+        assert (await vasya.save("cafe\u0301")).redacted == ()
+        replaced = await vasya.update(record.id, "token: abc", expected_revision=1, reason="of bob@example.org")
+        assert replaced.redacted == ("content",)
+
+
+@pytest.mark.anyio
+async def test_who_may_only_read_writes_nothing_and_who_is_not_of_the_team_sees_nothing(place):
+    """The real server: forbidden, and nobody's fault but the operator's."""
+    async with of(place, "olga") as olga, of(place, "zoe") as zoe, of(place, "vasya") as vasya:
+        record = await vasya.save("Ours.", scope=TEAM)
+        with pytest.raises(AuthenticationError):
+            await olga.save("Mine.", scope=TEAM)
+        assert (await olga.get(record.id, scope=TEAM)).content == "Ours."
+        with pytest.raises(AuthenticationError):
+            await zoe.get(record.id, scope=TEAM)
+        with pytest.raises(RecordUnavailableError):
+            await zoe.get(record.id)
+        scopes = await olga.scopes()
+        assert scopes.actor["user_id"] == "olga"
+        assert [(one.scope, one.writable) for one in scopes.workspaces] == [
+            (Scope.personal(), True),
+            (TEAM, False),
+            (Scope.shared(), True),
+        ]
+        assert [one.scope.kind for one in (await zoe.scopes()).workspaces] == ["personal", "shared"]
+
+
+@pytest.mark.anyio
+async def test_an_export_goes_through_all_pages(place):
+    """Ours: fifty at a time, by the last id; from anywhere, and as many as wanted."""
+    async with of(place, "vasya") as vasya:
+        for n in range(103):
+            await vasya.save(f"number {n}")
+        calls = place.counters.calls["memory_export"]
+        assert [one.id async for one in vasya.export()] == list(range(1, 104))
+        assert place.counters.calls["memory_export"] - calls == 3
+        export = vasya.export(after=100, limit=2)
+        assert [one.id async for one in export] == [101, 102]
+        assert export.next_after == 102
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("ids", [[3], [5, 5], [6, 5], [4, 5, 6, 7]])
+async def test_a_page_of_an_export_that_does_not_ascend_is_an_error(ids):
+    """Ours: never taken for the end, never handed out."""
+    rows = [{"id": n, "revision": 1, "status": "active", "content": "x"} for n in ids]
+    with RawServer(McpStub(as_text({"data": rows}))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            with pytest.raises(SequenceError):
+                await all_of(team.export(after=3, limit=3))
+
+
+# -- writes whose outcome is unknown ----------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+async def test_a_write_whose_answer_is_lost_is_sent_again_and_happens_once(place):
+    """C12: the client itself tries again, under the same request_id; the history has one event of it."""
+    async with of(place, "vasya") as vasya:
+        for tool in ("memory_save", "memory_update", "memory_delete"):
+            place.faults.add("drop", tool=tool, when="after", times=2)
+        record = await vasya.save("Kept once.", scope=TEAM)
+        changed = await vasya.update(record.id, "Changed once.", expected_revision=1, reason="why", scope=TEAM)
+        await vasya.delete(changed.id, expected_revision=1, reason="done", scope=TEAM)
+        assert not record.deduplicated
+        assert [place.counters.calls[tool] for tool in ("memory_save", "memory_update", "memory_delete")] == [3, 3, 3]
+        assert len(await vasya.memory_history(changed.id, TEAM)) == 4
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+async def test_after_a_restart_the_request_id_tells_whether_it_happened_and_makes_sure(place):
+    """C12: asked before retrying, by another client; asking changes nothing, resending settles it."""
+    mine, never = uuid4(), uuid4()
+    async with of(place, "vasya", retry=NO_RETRY) as vasya:
+        place.faults.add("drop", tool="memory_save", when="after")
+        with pytest.raises(ConnectionFailedError) as caught:
+            await vasya.save("Did this arrive?", scope=TEAM, request_id=mine)
+        assert (caught.value.outcome, caught.value.request_id) == ("unknown", str(mine))
+        place.faults.add("drop", tool="memory_save", when="before")
+        with pytest.raises(ConnectionFailedError) as caught:
+            await vasya.save("And this?", scope=TEAM)
+        unsent = caught.value.request_id
+    async with of(place, "vasya") as vasya, of(place, "petya") as petya, of(place, "olga") as olga:
+        assert await vasya.happened(request_id=mine, scope=TEAM)
+        assert not await vasya.happened(request_id=unsent, scope=TEAM)
+        assert not await vasya.happened(request_id=never, scope=TEAM)
+        assert not await vasya.happened(request_id=mine)
+        assert not await petya.happened(request_id=mine, scope=TEAM)
+        with pytest.raises(AuthenticationError):
+            await olga.happened(request_id=mine, scope=TEAM)
+        again = await vasya.save("Did this arrive?", scope=TEAM, request_id=str(mine).upper())
+        assert (again.id, again.request_id, again.deduplicated) == (1, str(mine), False)
+        with pytest.raises(RequestIdReusedError) as reused:
+            await vasya.save("Something else.", scope=TEAM, request_id=mine)
+        assert reused.value.request_id == str(mine)
+        assert (await vasya.save("And this?", scope=TEAM, request_id=unsent)).id == 2
+        assert len(await all_of(vasya.export(scope=TEAM))) == 2
+        assert len(await vasya.memory_history(1, TEAM)) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+async def test_the_history_tells_whether_an_update_or_a_deletion_happened(place):
+    """C12: by record and revision, without the request_id, also by one who may only read."""
+    async with of(place, "vasya") as vasya, of(place, "petya") as petya, of(place, "olga") as olga:
+        first = await vasya.save("One.", scope=TEAM)
+        for _ in range(60):
+            await vasya.save("one", scope=TEAM)  # its change is not on the first page
+        asked = {"id": first.id, "expected_revision": 1, "scope": TEAM}
+        assert not await vasya.happened(**asked, content="Two. ann@example.org")
+        second = await vasya.update(
+            1, "Two. ann@example.org", expected_revision=1, reason="as bob@example.org said", scope=TEAM
+        )
+        assert await vasya.happened(**asked, content="Two. ann@example.org")
+        assert await vasya.happened(**asked, content="Two. ann@example.org", reason="as bob@example.org said")
+        assert not await vasya.happened(**asked, content="Two. ann@example.org", reason="another")
+        assert not await vasya.happened(**asked, content="Two.")
+        assert not await vasya.happened(**asked)  # a deletion was not what happened
+        assert not await petya.happened(**asked, content="Two. ann@example.org")
+        assert not await olga.happened(**asked, content="Two. ann@example.org")
+        await petya.delete(second.id, expected_revision=1, reason="gone", scope=TEAM)
+        asked = {"id": second.id, "expected_revision": 1, "scope": TEAM}
+        assert await petya.happened(**asked, reason="gone")
+        assert not await petya.happened(**asked, content="Three.")
+        assert not await vasya.happened(**asked)
+        assert not await petya.happened(id=second.id, expected_revision=2, scope=TEAM)
+        with pytest.raises(RecordUnavailableError):
+            await petya.happened(id=77, expected_revision=1, scope=TEAM)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"request_id": str(uuid4()), "id": 1, "expected_revision": 1},
+        {"request_id": str(uuid4()), "reason": "x"},
+        {"request_id": "not-a-uuid"},
+        {"id": 1},
+        {"id": 0, "expected_revision": 1},
+    ],
+)
+async def test_the_question_has_two_forms_and_no_mixture(arguments):
+    """Ours: found here, before anything is sent."""
+    async with TeamClient("http://localhost:1/mcp", token="t") as team:
+        with pytest.raises(ValueError, match=r"happened|id|expected_revision"):
+            await team.happened(**arguments)
+
+
+@pytest.mark.anyio
+async def test_all_attempts_of_a_write_carry_one_request_id():
+    """Ours: stable over retries, different between writes, and told by the error."""
+    busy = as_text(
+        {"error": "Workspace unavailable; check history before retrying a write", "code": "unavailable"}, error=True
+    )
+    with RawServer(McpStub(busy)) as server:
+        async with TeamClient(server.url, retry=QUICK) as team:
+            with pytest.raises(ServerError) as first:
+                await team.delete(1, expected_revision=1, reason="x")
+            with pytest.raises(ServerError) as second:
+                await team.delete(1, expected_revision=1, reason="x")
+    sent = [seen.json["params"]["arguments"]["request_id"] for seen in server.seen if seen.method == "tools/call"]
+    assert (first.value.outcome, first.value.code) == ("unknown", "unavailable")
+    assert sent == [first.value.request_id] * 3 + [second.value.request_id] * 3
+    assert first.value.request_id != second.value.request_id
+
+
+@pytest.mark.anyio
+async def test_a_refusal_after_an_unknown_outcome_does_not_hide_it():
+    """Ours: what became of the earlier attempt is as unknown as before."""
+    calls = iter([lambda seen: seen.reset(), lambda seen: seen.respond(401, b"{}")])
+    with RawServer(McpStub(lambda seen: next(calls)(seen))) as server:
+        async with TeamClient(server.url, retry=QUICK) as team:
+            with pytest.raises(AuthenticationError) as caught:
+                await team.save("x")
+    assert caught.value.__notes__ == ["an earlier attempt of this write may have been carried out"]
+
+
+@pytest.mark.anyio
+async def test_a_text_that_the_quality_gate_does_not_keep_is_an_error_and_no_record():
+    """The real server answers it without an error; taken for success, the text would be lost unseen."""
+    answer = {"scope": SCOPE, "scope_tags": [], "data": {"saved": False, "quality": {"score": 0.1}}}
+    with RawServer(McpStub(as_text(answer))) as server:
+        async with TeamClient(server.url, retry=QUICK) as team:
+            with pytest.raises(NotSavedError) as caught:
+                await team.save("x")
+    assert (caught.value.quality, caught.value.outcome) == ({"score": 0.1}, "refused")
+    assert server.methods().count("tools/call") == 1
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_a_record_is_read_leniently_where_nobody_promised_anything():
+    """Ours: what is missing or odd does no harm; what every use needs must be there."""
+    row = {"id": 7, "revision": 2, "status": "active", "content": "x", "tags": "no list", "created_at": 5, "new": None}
+    answers = iter(
+        [
+            {"data": row},
+            {"data": {**row, "tags": ["a"], "created_at": "2026-09-25T09:14:02Z"}, "scope": {"kind": "galaxy"}},
+            {"data": {**row, "revision": "2"}},
+            {"data": [row]},
+        ]
+    )
+    with RawServer(McpStub(lambda seen: as_text(next(answers))(seen))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            odd = await team.get(7)
+            fine = await team.get(7)
+            for _ in range(2):
+                with pytest.raises(ProtocolError):
+                    await team.get(7)
+    assert odd == Record(7, 2, "active", "x", extra={"tags": "no list", "created_at": 5, "new": None})
+    assert (fine.tags, fine.scope) == (("a",), None)
+    assert fine.created_at == datetime(2026, 9, 25, 9, 14, 2, tzinfo=UTC)
+    assert "content" not in repr(odd)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("team",), ("team", "no spaces"), ("team", "x" * 65), ("team", "ü"), ("shared", "x"), ("galaxy",)]
+)
+def test_a_scope_that_cannot_be_is_no_scope(arguments):
+    """Ours: found where it is made."""
+    with pytest.raises(ValueError, match=r"scope|team_id"):
+        Scope(*arguments)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda team: team.save("  "), "content"),
+        (lambda team: team.save("x" * 200_001), "content"),
+        (lambda team: team.save(5), "content"),
+        (lambda team: team.save("x", tags="a"), "tags"),
+        (lambda team: team.save("x", request_id="5"), "request_id"),
+        (lambda team: team.update(0, "x", expected_revision=1, reason="x"), "id"),
+        (lambda team: team.update(1, "x", expected_revision=0, reason="x"), "expected_revision"),
+        (lambda team: team.update(1, "x", expected_revision=1, reason=""), "reason"),
+        (lambda team: team.delete(1, expected_revision=1, reason="x" * 2001), "reason"),
+        (lambda team: team.get(True), "id"),
+    ],
+)
+async def test_a_write_that_the_server_would_not_take_is_not_sent(call, name):
+    """Ours: named by argument; a text is never quoted."""
+    async with TeamClient("http://localhost:1/mcp", token="t") as team:
+        with pytest.raises(ValueError, match=name) as caught:
+            await call(team)
+    assert "xxx" not in str(caught.value)
