@@ -31,7 +31,10 @@ add_module_names = False
 
 # Names of other projects, and names that signatures use without their module, lead nowhere. What begins with memlog
 # must be found.
-nitpick_ignore_regex = [("py:.*", r"(?!memlog\b).*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!memlog\b).*"),
+    ("py:class", r"memlog\.replay\.(Pages|T)"),  # what pages() returns is only iterated over
+]
 
 
 def _is_prose(_app: Sphinx, what: str, *details: Any) -> None:

@@ -436,7 +436,7 @@ def test_a_read_that_the_disk_refuses_says_so_in_our_words(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SQLITE_FULL", "SQLITE_IOERR_FSYNC", "SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_CANTOPEN", "SQLITE_NOMEM"]
+    "name", ["SQLITE_IOERR_FSYNC", "SQLITE_READONLY", "SQLITE_BUSY", "SQLITE_CANTOPEN", "SQLITE_NOMEM"]
 )
 def test_a_disk_in_trouble_is_waited_for_told_once_and_nothing_is_lost(make: Any, failing: Any, name: str) -> None:
     """Appends go on meanwhile; then all is there, once, in order."""
