@@ -216,10 +216,9 @@ class Sender:
         def read(spools: Spools) -> tuple[set[str], set[str], float]:
             waiting = {conversation for spool in spools for conversation in spool.lanes()}
             left = {conversation for spool in spools for conversation in spool.lanes(inherited=True)}
-            return waiting, left, max(float(spool.noted("gate_until") or 0) for spool in spools)
+            return waiting, left, max(_pause_left(spool.noted("gate")) for spool in spools)
 
-        waiting, left, until = await _await(self.buffer.run(read))
-        pause = min(until - time.time(), limits.RETRY_AFTER_MAX)
+        waiting, left, pause = await _await(self.buffer.run(read))
         if pause > 0:
             error = TransientError("the server asked for a pause that has not ended", outcome="not_sent")
             self._close_gate("waiting", pause, error, f"the server asked for a pause of {pause:.0f} more seconds")
@@ -599,7 +598,6 @@ class Sender:
             self._back_off(lane, self.policy.delay(lane.failures))
         else:
             self._refusals += 1
-            lane.failures, lane.answers = 0, None
             await self._bury(lane, rows, error, "refused")
 
     async def _seal(self, lane: Lane) -> bool:
@@ -622,6 +620,9 @@ class Sender:
                 spool.note_lane(lane.conversation, sealed=True)
 
         await _await(self.buffer.run(write, writes=True))
+        # What waits behind it starts with a clean slate.
+        lane.request, lane.suspect, lane.answers, lane.poison = None, False, None, None
+        lane.failures, lane.held = 0, False
         items = sum(row.items for row in rows)
         self.traffic.refused_items += items
         self._tell(kind, conversation_id=lane.conversation, items=items, error=error, reason=str(error))
@@ -633,11 +634,11 @@ class Sender:
     async def _throttled(self, error: MemlogError) -> None:
         self.gate.failures += 1
         delay = error.retry_after if error.retry_after is not None else max(1.0, self.policy.delay(self.gate.failures))
-        until = time.time() + delay
+        gate = f"{time.time() + delay} {delay}"
 
         def write(spools: Spools) -> None:
             spools.own.begin()
-            spools.own.note("gate_until", until)
+            spools.own.note("gate", gate)
 
         self._close_gate("waiting", delay, error, f"the server asked for a pause of {delay:.0f} seconds")
         await _await(self.buffer.run(write, writes=True))
@@ -672,6 +673,15 @@ class Sender:
     def _news(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _pause_left(gate: object) -> float:
+    """Seconds until the moment that was noted, but never more than the pause was long: the clock may have been set."""
+    try:
+        until, pause = map(float, str(gate).split())
+    except ValueError:
+        return 0.0  # nothing noted, or damaged: the server will say so again
+    return min(until - time.time(), pause, limits.RETRY_AFTER_MAX)
 
 
 def _answer(error: MemlogError) -> str:

@@ -260,7 +260,7 @@ def test_a_pause_outlives_the_process(opened: Opener) -> None:
     log = opened(Between(lambda call: httpx.Response(429, headers={"retry-after": "2"})))
     log.conversation(LANE).append({"n": 0})
     until(lambda: log.statistics().state == "waiting")
-    until(lambda: log._log._core.buffer.run(lambda spools: spools.own.noted("gate_until")).result(PATIENCE))
+    until(lambda: log._log._core.buffer.run(lambda spools: spools.own.noted("gate")).result(PATIENCE))
     log.close()
     between = Between()
     log = opened(between)
