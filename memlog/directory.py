@@ -277,6 +277,8 @@ class Spools:
         return news
 
     def _consider(self, path: Path) -> list[Notice]:
+        if _is_empty(path) and not _is_old(path):
+            return []  # without its lock, even for a moment: whoever starts just now may want the file
         lock = _lock_of(path)
         if lock is None:
             return []  # its owner lives
@@ -285,8 +287,7 @@ class Spools:
             if not path.exists():
                 lock.path.unlink(missing_ok=True)
                 return []
-            books = peek(path)
-            if books is not None and not books.holds_something and not any(inbox.collect(path)):
+            if _is_empty(path):
                 self._remove_if_old(path, lock)
                 return []
             news: list[Notice] = []
@@ -311,7 +312,7 @@ class Spools:
 
     def _remove_if_old(self, path: Path, lock: system.KernelLock) -> None:
         with contextlib.suppress(OSError, sqlite3.Error, BufferUnusableError):
-            if time.time() - path.stat().st_mtime < DRAINED_KEPT_SECONDS:
+            if not _is_old(path):
                 return
             spool = Spool.open(path, lock)
             assert self.directory is not None
@@ -470,6 +471,17 @@ class Spools:
         if row_id >= spool.books.next_id or row_id < 1:
             raise MemlogError(f"nothing was ever stored as number {row_id} of spool {spool_name}")
         raise MemlogError("the outcome of this batch is no longer kept: it was settled long ago, or dropped")
+
+
+def _is_empty(path: Path) -> bool:
+    books = peek(path)
+    return books is not None and not books.holds_something and not any(inbox.collect(path))
+
+
+def _is_old(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime >= DRAINED_KEPT_SECONDS
+    return False
 
 
 def _finish_what_was_cut_off(directory: Path) -> None:

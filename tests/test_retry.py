@@ -411,6 +411,17 @@ VERDICTS: list[tuple[MemlogError, Verdict]] = [
     (SequenceError("gap", expected=1, got=2), TRANSIENT),
     (errors.MemoryUnavailableError("no read", retry_after=2.0), TRANSIENT),
     (errors.PermanentError("unheard of"), TRANSIENT),
+    *(
+        (cls("a team's matter, and no answer to an append"), TRANSIENT)
+        for cls in (
+            errors.ConflictError,
+            errors.RevisionChangedError,
+            errors.RecordUnavailableError,
+            errors.RequestIdReusedError,
+            errors.ReplacementRejectedError,
+            errors.NotSavedError,
+        )
+    ),
     (BufferFullError("disk", 1, 1), TRANSIENT),
     (errors.BufferUnusableError("/x", "no"), TRANSIENT),
     (errors.ClosedError("closed"), TRANSIENT),

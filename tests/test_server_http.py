@@ -325,7 +325,7 @@ async def test_the_modern_era_needs_no_handshake() -> None:
         assert found["supportedVersions"] == [MODERN]
         assert found["capabilities"] == {"tools": {}}
         listed = (await modern(caller, "tools/list")).json()["result"]
-        assert len(listed["tools"]) == 5
+        assert len(listed["tools"]) == 11
         assert (listed["ttlMs"], listed["cacheScope"]) == (0, "private")
         called = (await modern(caller, "tools/call", name="list_conversations", arguments={"limit": 1})).json()[
             "result"
