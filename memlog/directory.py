@@ -26,8 +26,7 @@ import re
 import secrets
 import sqlite3
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from memlog import inbox, ledger, system
@@ -126,8 +125,7 @@ DRAINED_KEPT_SECONDS = 3600.0
 _EXAMINE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(NamedTuple):
     """A spool that another process left, with something in it, is held here now."""
 
     path: Path
@@ -136,8 +134,7 @@ class Adopted:
     sealed: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Recounted:
+class Recounted(NamedTuple):
     """The books of a spool said that there was more than there is."""
 
     path: Path

@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from memlog import stamps, system
 from memlog.errors import BufferUnusableError
@@ -76,8 +76,7 @@ class Intent:
             raise ValueError(msg)
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(NamedTuple):
     """What commands from outside did to a spool: conversations with something new to send, and those unsealed."""
 
     requeued: frozenset[str] = frozenset()
@@ -93,8 +92,7 @@ class Applied:
 # --- asked from outside ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SpoolInfo:
+class SpoolInfo(NamedTuple):
     """A spool file as it looks from outside; ``books`` is None if it cannot be read."""
 
     path: Path

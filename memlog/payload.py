@@ -318,7 +318,7 @@ class _RefusedError(Exception):
     """Why a value cannot be kept; the place is known further up."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Container:
     """One container on the way from the root: what it is, its copy, what is left to copy, and the place in it."""
 

@@ -123,7 +123,7 @@ class _Incoming(NamedTuple):
     events: EventReader
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Reply:
     """One HTTP answer, read: its JSON-RPC response if it holds one, else what it holds instead."""
 

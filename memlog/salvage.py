@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlog import system
 from memlog.pages import records
@@ -35,8 +35,7 @@ _FACTS = ("meta", "lane", "echo", "duplicate", "acknowledged", "intent")
 _OWN_FACTS = ("name", "clean")  # of meta: the fresh file has its own
 
 
-@dataclass(frozen=True, slots=True)
-class Salvage:
+class Salvage(NamedTuple):
     """What became of a damaged file: where it is now, and how much of it goes on in the fresh one.
 
     ``lost_items`` is what its books say beyond that; with ``books_known`` false they could not be read.
