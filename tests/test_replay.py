@@ -291,7 +291,6 @@ async def test_each_item_comes_once_while_acknowledgements_race(
     if lossy:
         server.faults.add("drop", tool="append_memory", when="after", probability=0.3, seed=7, times=None)
         server.faults.add("drop", tool="append_memory", when="before", probability=0.2, seed=8, times=None)
-    mixed = 0
     with anyio.fail_after(3 * PATIENCE):
         async with a_log(server, tmp_path, retry=RetryPolicy(delay_min=0.001, delay_max=0.005)) as log:
             for turn in range(150 if lossy else 300):
@@ -308,13 +307,18 @@ async def test_each_item_comes_once_while_acknowledgements_race(
                 numbered_part = [item.seq for item in items if item.seq is not None]
                 assert [item.seq for item in items] == [*numbered_part, *[None] * (7 - len(numbered_part))]
                 assert numbered_part == list(range(len(numbered_part)))
-                mixed += 0 < len(numbered_part) < 7
             server.faults.clear()
             assert (await log.flush(PATIENCE)).complete
             for turn in range(0, 150, 10):
                 assert await numbers(log.conversation(f"conversation-{turn:04}").replay()) == list(range(7))
-    # The race was one: some replays saw a part in the log and a part on this machine.
-    assert mixed
+            # Whatever the race showed, one is certain: a part in the log, and a part on this machine.
+            chat = log.conversation("conversation-mixed")
+            await chat.append({"n": 0}).acknowledged(PATIENCE)
+            server.faults.add("stall", tool="append_memory", seconds=None, times=None)
+            chat.extend(numbered(6, 1))
+            items = [item async for item in chat.replay()]
+            assert [(item.seq, item.payload["n"]) for item in items] == [(0, 0), *[(None, n) for n in range(1, 7)]]
+            server.faults.clear()
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
