@@ -684,9 +684,11 @@ async def test_of_real_conversations_without_a_server_exactly_what_is_pending_co
 async def test_each_item_comes_once_while_others_are_appended_and_acknowledged(
     rounds: int, server: ReferenceServer, tmp_path: Path
 ) -> None:
-    """C6: a replay of pending and acknowledged items, with appends before, during and behind each of its steps."""
+    """C6: a replay of pending and acknowledged items, with appends before, during and behind each of its steps.
+
+    What the race shows is chance; a replay that is certain to meet both kinds is in `test_replay.py`.
+    """
     chance = random.Random(6)
-    mixed = 0
     with anyio.fail_after(PATIENCE + rounds * 0.1):
         async with a_log(server, tmp_path, retry=RetryPolicy(delay_min=0.001, delay_max=0.005)) as log:
             for number in range(rounds):
@@ -715,6 +717,4 @@ async def test_each_item_comes_once_while_others_are_appended_and_acknowledged(
                 known = [seq for seq in seqs if seq is not None]
                 assert known == list(range(len(known)))
                 assert seqs == known + [None] * (len(seqs) - len(known))
-                mixed += 0 < len(known) < len(seqs)
             assert (await log.flush(2 * PATIENCE)).complete
-    assert mixed
