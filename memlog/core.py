@@ -33,7 +33,7 @@ from memlog.errors import (
     from_record,
 )
 from memlog.events import Event
-from memlog.inbox import Applied, stamped_anew
+from memlog.inbox import Applied, send_anew
 from memlog.models import Ack
 from memlog.payload import decode_items
 from memlog.replay import Pending
@@ -280,9 +280,7 @@ class Core:
             if spool is None or row is None:
                 return False
             new_id = own_id if spool is spools.own else spool.books.next_id
-            body = stamped_anew(row.body, new_id)
-            spool.requeue(row._replace(conversation=conversation_id, body=body), new_id)
-            spool.note_lane(conversation_id, sealed=False)
+            send_anew(spool, row, conversation_id, new_id)
             return True
 
         def done(future: Future[bool]) -> None:

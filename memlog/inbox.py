@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from memlog import stamps, system
 from memlog.errors import BufferUnusableError
+from memlog.limits import CONVERSATION_ID_PATTERN
 from memlog.payload import decode_items, dumps
 from memlog.schema import read_only
 from memlog.spool import Books, NewRow, Spool, checksum, inbox_of, peek
@@ -37,7 +38,6 @@ Action = Literal["requeue", "drop", "release"]
 
 INTENTS_AT_ONCE = 100
 _INTENT_BYTES_MAX = 4096
-_CONVERSATION = re.compile(r"[A-Za-z0-9_-]{8,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Intent:
             msg = f"Intent.letter must be a number or None, got {type(self.letter).__name__}"
             raise ValueError(msg)
         if self.conversation is not None and not (
-            isinstance(self.conversation, str) and _CONVERSATION.fullmatch(self.conversation)
+            isinstance(self.conversation, str) and re.fullmatch(CONVERSATION_ID_PATTERN, self.conversation)
         ):
             msg = "Intent.conversation must be 8 to 64 of A-Z a-z 0-9 _ -"
             raise ValueError(msg)
@@ -242,15 +242,18 @@ def apply(spool: Spool, intent: Intent, new_id: Callable[[], int]) -> Applied:
             spool.drop(row)
             continue
         target = intent.conversation if intent.letter is not None and intent.conversation else row.conversation
-        number = new_id()
-        spool.requeue(row._replace(conversation=target, body=stamped_anew(row.body, number)), number)
-        spool.note_lane(target, sealed=False)
+        send_anew(spool, row, target, new_id())
         requeued.add(target)
     return Applied(frozenset(requeued), frozenset(requeued | released))
 
 
-def stamped_anew(body: bytes, row_id: int) -> bytes:
-    """The body of a batch that is sent anew as ``row_id``."""
+def send_anew(spool: Spool, row: NewRow, conversation: str, row_id: int) -> None:
+    """Put a dead letter behind what waits for ``conversation``, as ``row_id``; a seal of it is lifted."""
+    spool.requeue(row._replace(conversation=conversation, body=_stamped_anew(row.body, row_id)), row_id)
+    spool.note_lane(conversation, sealed=False)
+
+
+def _stamped_anew(body: bytes, row_id: int) -> bytes:
     # Its old number may be below what the reader has seen of that writer by now: it would be taken for a copy.
     payloads = decode_items(body)
     if any(stamps.read(payload) is None for payload in payloads):
