@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -120,6 +121,10 @@ class Gate:
         self.generation += 1
         return changed
 
+    def closed_for(self) -> float | None:
+        """Seconds until the next probe may leave, 0 while it is under way; None if the gate is open."""
+        return None if self.state == "ok" else max(0.0, self.until - time.monotonic())
+
     def succeed(self) -> bool:
         """A request was answered; whether that opened the gate."""
         changed = self.state != "ok"
@@ -132,13 +137,27 @@ class Gate:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Traffic:
-    """Counters since the log was opened in this process."""
+    """Counters since the log was opened in this process, and the last error that sending met."""
 
     requests_sent: int = 0
     requests_acknowledged: int = 0
     acknowledged_items: int = 0
     refused_items: int = 0
     duplicate_items: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # appends that failed, by what the answer alone says
+    last_error: MemlogError | None = None
+    failed_at: float = 0.0
+
+    def met(self, error: MemlogError, *, answer: bool = False) -> None:
+        """Remember ``error``; count it if it is the answer to an append."""
+        # A copy: the frames of its traceback hold payloads, and what it was raised from may hold credentials.
+        self.last_error, self.failed_at = copy.copy(error), time.monotonic()
+        if answer:
+            verdict = classify(error)
+            kind = verdict.value
+            if verdict in (Verdict.UNREACHABLE, Verdict.TRANSIENT):
+                kind = "unknown" if getattr(error, "outcome", "unknown") == "unknown" else "transient"
+            self.failures[kind] += 1
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -159,8 +178,10 @@ class Sender:
     _ready: deque[Lane] = field(default_factory=deque)
     _troubled: deque[Lane] = field(default_factory=deque)
     _troubled_in_flight: int = 0
+    _troubled_last: bool = False  # they take turns with the others, which matters where there is one request at a time
     _refusals: int = 0
-    _defects: set[type[Exception]] = field(default_factory=set)
+    _defects: set[type[BaseException]] = field(default_factory=set)
+    _ended: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,6 +203,7 @@ class Sender:
                     async with asyncio.timeout(delay):
                         await self._work.wait()
         finally:
+            self._ended = True
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,6 +227,11 @@ class Sender:
         if self.gate.state == "ok" and self._lanes and all(lane.held for lane in list(self._lanes.values())):
             return "waiting", f"{len(self._lanes)} conversation(s) wait after an error of their own"
         return self.gate.state, self.gate.reason
+
+    @property
+    def held(self) -> int:
+        """How many conversations wait after an error of their own."""
+        return sum(lane.held for lane in list(self._lanes.values()))
 
     def news(self) -> asyncio.Event:
         """Set when something about what is pending or about the gate has changed since this call."""
@@ -246,8 +273,11 @@ class Sender:
         if self.gate.state != "ok" and self._ready:
             return self._ready.popleft()  # the better probe: it has no trouble of its own
         # Lanes in trouble use at most half of the requests, so that the others never wait for them.
-        if self._troubled and (self._troubled_in_flight < max(1, self.gate.width_max // 2)):
+        half = max(1, self.gate.width_max // 2)
+        if self._troubled and self._troubled_in_flight < half and not (self._ready and self._troubled_last):
+            self._troubled_last = True
             return self._troubled.popleft()
+        self._troubled_last = False
         return self._ready.popleft() if self._ready else None
 
     def _enqueue(self, lane: Lane) -> None:
@@ -268,7 +298,10 @@ class Sender:
             more = False  # the buffer was closed first, by the end of the process
         except MemlogError as error:
             self._hold(lane, error)  # its batches cannot be read
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if self._ended:
+                raise
+            # A cancellation that is not ours is a transport's own, and would leave the lane busy for ever.
             if type(error) not in self._defects:  # once a kind, however many lanes meet it how often
                 self._defects.add(type(error))
                 logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)
@@ -319,10 +352,18 @@ class Sender:
         try:
             return await self.client.append_encoded(lane.conversation, body, sum(row.items for row in rows))
         except MemlogError as error:
-            if getattr(error, "outcome", "unknown") != "unknown":
+            if getattr(error, "outcome", "unknown") != "unknown" and not self._is_doubtful(lane, error):
                 lane.request, lane.suspect = None, False  # it was not carried out: compose anew
             await self._failed(lane, rows, error, blame=True)
             return None
+
+    def _is_doubtful(self, lane: Lane, error: MemlogError) -> bool:
+        """Whether a refusal is looked into before the next, perhaps smaller, request.
+
+        It may be of something on the way, after the server had taken the batches: what landed is no dead letter, and a
+        request that is cut anew would not be recognised. Where others append, too, the log could not tell.
+        """
+        return classify(error) in (Verdict.INVALID, Verdict.FULL) and not lane.facts.shared
 
     # --- what is sent, and where it should land --------------------------------------------------------------------
 
@@ -502,9 +543,10 @@ class Sender:
 
         ``blame``: the server answered the batch itself, so that it may be guilty.
         """
+        self.traffic.met(error, answer=blame)
         verdict = classify(error)
         if verdict in (Verdict.FULL, Verdict.INVALID) and not blame:
-            verdict = Verdict.TRANSIENT
+            verdict = Verdict.BLOCKED  # a harmless read was refused: the canary tells whether all of them are
         if verdict is Verdict.BLOCKED or (verdict is Verdict.INVALID and len(rows) == 1):
             canary = await self.readback.canary(lane.conversation)
             if canary is not None:  # the site itself does not answer: this batch is not to blame
@@ -564,6 +606,7 @@ class Sender:
         return True
 
     def _hold(self, lane: Lane, error: MemlogError) -> None:
+        self.traffic.met(error)
         lane.failures += 1
         if lane.failures >= _HELD_AFTER and not lane.held:
             lane.held = True
@@ -644,6 +687,7 @@ class Sender:
         await _await(self.buffer.run(write, writes=True))
 
     def _close_gate(self, state: State, delay: float, error: MemlogError, reason: str) -> None:
+        self.traffic.met(error)
         changed = self.gate.close(state, delay, error, reason)
         # The end of the pause must wake the loop, which may have gone to sleep without one.
         self._work.set()
