@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from uuid import UUID, uuid4
@@ -53,9 +54,10 @@ ScopeLike = Scope | Mapping[str, Any]
 _CONTENT_CHARACTERS_MAX: Final = 200_000
 _REASON_CHARACTERS_MAX: Final = 2000
 _REDACTED: Final = "[REDACTED]"
+_PRIVATE_TAG: Final = re.compile(r"<\s*(/?)private\s*>", re.IGNORECASE)
 _TEXTS: Final[tuple[str, ...]] = ("content", "context", "project", "branch")
-_NO_RECORD: Final = 2**63 - 1
-"""The highest id that the server takes, and one that no record will ever have."""
+_INT64_MAX: Final = 2**63 - 1
+"""The highest number that the server takes, and the id of a record that will never be."""
 
 _CONFLICTS: Final[tuple[tuple[str, type[ConflictError]], ...]] = (
     ("request_id was already used", RequestIdReusedError),
@@ -143,17 +145,19 @@ class TeamClient:
         (``deduplicated``) and stays as it was. Look at ``redacted`` for what the server did not keep as it was sent.
 
         Args:
-            content: 1 to 200,000 characters, not only spaces.
+            content: 1 to 200,000 characters, not only spaces. The server takes a long while over words of more than
+                some thousand letters.
             type: fact, decision, solution, lesson or convention.
             project: 1 to 128 characters.
-            tags: up to 64, of up to 128 characters; the server keeps them in lower case.
+            tags: up to 64, of up to 128 characters; the server keeps them in lower case, and may add some.
             context: up to 200,000 characters.
             importance: low, medium, high or critical.
-            source_format: auto or conversation.
+            source_format: auto, which lets the server shorten what looks like a program's output or a long document to
+                it, or conversation, which does not.
             branch: up to 128 characters.
             scope: where it goes.
-            request_id: a UUID, for a write that may have to be taken up again after a restart. One of the client's own
-                is taken if it is left out; the record and an error tell it as ``request_id``.
+            request_id: a UUID, for a write that may have to be taken up again after a cancellation or a restart. One of
+                the client's own is taken if it is left out; the record and an error tell it as ``request_id``.
             retry: instead of the client's own.
 
         Raises:
@@ -171,7 +175,8 @@ class TeamClient:
             "content": content,
             "type": type,
             "project": project,
-            "tags": list(tags),
+            # In one order, or the server would take the same write of another process for a different one.
+            "tags": sorted(tags) if isinstance(tags, AbstractSet) else list(tags),
             "context": context,
             "importance": importance,
             "source_format": source_format,
@@ -199,8 +204,8 @@ class TeamClient:
             RecordUnavailableError: there is no such record in this scope.
             ReplacementRejectedError: the server's quality gate refused the text.
         """
-        models.check_range("id", id, 1, None)
-        models.check_range("expected_revision", expected_revision, 1, None)
+        models.check_range("id", id, 1, _INT64_MAX)
+        models.check_range("expected_revision", expected_revision, 1, _INT64_MAX)
         _check_text("content", content, _CONTENT_CHARACTERS_MAX)
         _check_text("reason", reason, _REASON_CHARACTERS_MAX)
         sent = {"id": id, "expected_revision": expected_revision, "content": content, "reason": reason}
@@ -220,8 +225,8 @@ class TeamClient:
 
         Raises: as :meth:`update`.
         """
-        models.check_range("id", id, 1, None)
-        models.check_range("expected_revision", expected_revision, 1, None)
+        models.check_range("id", id, 1, _INT64_MAX)
+        models.check_range("expected_revision", expected_revision, 1, _INT64_MAX)
         _check_text("reason", reason, _REASON_CHARACTERS_MAX)
         sent = {"id": id, "expected_revision": expected_revision, "reason": reason}
         return await self._write("memory_delete", sent, scope, request_id, retry)
@@ -243,13 +248,15 @@ class TeamClient:
 
         ``happened(request_id=…)`` serves for every write, and needs nothing else. The histories do not show these ids,
         so the server is sent a deletion of a record that cannot exist, under the same id: it says "already used" if a
-        write went by the id, and "no such record" if none did. It leaves the id free. Needs the right to write.
+        write went by the id, and "no such record" if none did. That leaves no trace: no record, no event, and the id is
+        as free as before. Needs the right to write.
 
         ``happened(id=…, expected_revision=…)`` serves for an update or a deletion whose id was lost, and for readers of
         the scope. It reads the history: each revision of a record comes about once, so the write took place if the
         event which ended ``expected_revision`` is of this user and is what was sent: the deletion, or with ``content``
-        the update to that text, and with ``reason`` for that reason. (Parts that the server redacted match anything.)
-        If the same user sent the same write twice under two ids, it cannot tell which of the two it was.
+        the update to that text, and with ``reason`` for that reason. Parts that the server redacted match anything; a
+        text that it shortened (see ``source_format`` of :meth:`save`) is not known again. If the same user sent the
+        same write twice under two ids, it cannot tell which of the two it was.
 
         True is final. False is true of the moment: a request that was cut off may still be on its way through the
         server, which works them off one by one. Where it matters, do not ask but send the write again under the same
@@ -267,14 +274,14 @@ class TeamClient:
             if any(given is not None for given in (expected_revision, reason, content)):
                 raise ValueError("expected_revision, reason and content go with id")
             return await self._is_used(_as_request_id(request_id), scope, policy)
-        models.check_range("id", id, 1, None)
-        models.check_range("expected_revision", expected_revision, 1, None)
+        models.check_range("id", id, 1, _INT64_MAX)
+        models.check_range("expected_revision", expected_revision, 1, _INT64_MAX)
         assert expected_revision is not None
         return await self._is_told(id, expected_revision, reason=reason, content=content, scope=scope, retry=policy)
 
     async def _is_used(self, request_id: str, scope: ScopeLike | None, retry: RetryPolicy) -> bool:
         question = {
-            "id": _NO_RECORD,
+            "id": _INT64_MAX,
             "expected_revision": 1,
             "reason": "asks whether this request was carried out",
             "request_id": request_id,
@@ -364,7 +371,7 @@ class TeamClient:
             RecordUnavailableError: there is no such record in this scope.
             PermanentError, TransientError: from the last attempt.
         """
-        models.check_range("id", id, 1, None)
+        models.check_range("id", id, 1, _INT64_MAX)
         return await self._ask("memory_get", {"id": id}, scope, retry, models.read_record)
 
     async def scopes(self, *, retry: RetryPolicy | None = None) -> Scopes:
@@ -429,8 +436,8 @@ class TeamClient:
             SequenceError: an event is not behind the one before it.
             PermanentError, TransientError: from the last attempt.
         """
-        models.check_range("id", id, 1, None)
-        models.check_range("after", after, 0, None)
+        models.check_range("id", id, 1, _INT64_MAX)
+        models.check_range("after", after, 0, _INT64_MAX)
         models.check_range("limit", limit, 1, limits.HISTORY_EVENTS_MAX)
         arguments = {"id": id, "after": after, "limit": limit}
         events = await self._ask("memory_history", arguments, scope, retry, models.read_events)
@@ -518,24 +525,46 @@ def _written(name: str, sent: dict[str, Any], answer: dict[str, Any]) -> Record:
 
 def _redacted(sent: dict[str, Any], record: Record) -> tuple[str, ...]:
     if record.deduplicated:
-        # What came back is the text of the earlier save, so only the mark tells.
-        marked = record.content.count(_REDACTED) > sent["content"].count(_REDACTED)
-        return ("content",) if marked else ()
-    texts = [name for name in _TEXTS if name in sent]
-    altered: list[str] = [name for name in texts if _normal(sent[name]) != getattr(record, name)]
-    if "tags" in sent and {_normal(tag).strip().casefold() for tag in sent["tags"]} - {""} != set(record.tags):
+        # What came back is the text of the earlier save. It says the same in the same words, or some were taken out.
+        return () if _words(sent["content"]) == _words(record.content) else ("content",)
+    altered = [name for name in _TEXTS if name in sent and sent[name] != getattr(record, name)]
+    # The server puts tags in lower case, and adds some.
+    if not {tag.strip().lower() for tag in sent.get("tags", ())} - {""} <= set(record.tags):
         altered.append("tags")
     return tuple(altered)
 
 
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold().replace("ё", "е"))  # noqa: RUF001
+
+
 def _same(sent: str, kept: str) -> bool:
-    """Whether ``kept`` is what the server makes of ``sent``."""
-    parts = map(re.escape, kept.split(_REDACTED))
-    return re.fullmatch(".+?".join(parts), _normal(sent), re.DOTALL) is not None
+    """Whether ``kept`` is what the server makes of ``sent``: without secrets, and without private parts."""
+    return any(_is_filled(kept.split(_REDACTED), text) for text in (sent, _without_private_parts(sent)))
 
 
-def _normal(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
+def _is_filled(parts: list[str], text: str) -> bool:
+    """Whether the text is these parts in this order, with something between any two of them."""
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1 or not text.startswith(first):
+        return text == first
+    end = len(first)
+    for part in parts[1:-1]:
+        found = text.find(part, end + 1)
+        if found < 0:
+            return False
+        end = found + len(part)
+    return text.endswith(last) and len(text) - len(last) > end
+
+
+def _without_private_parts(text: str) -> str:
+    kept, level, end = "", 0, 0
+    for tag in _PRIVATE_TAG.finditer(text):
+        if level == 0:
+            kept += text[end : tag.start()]
+        level = max(0, level + (-1 if tag[1] else 1))
+        end = tag.end()
+    return kept if level else kept + text[end:]
 
 
 def _encoded(arguments: dict[str, Any], scope: ScopeLike | None) -> bytes:

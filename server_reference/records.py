@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .arguments import Refusal
-from .scrub import without_private_parts, words
+from .scrub import is_indexed, scrubbed, without_private_parts, words
 from .verbatim import NotJsonError, Number, dumps, loads
 
 if TYPE_CHECKING:
@@ -60,11 +60,15 @@ class Workspace:
     events: list[Event] = field(default_factory=list)
     records: dict[int, Record] = field(default_factory=dict)
     requests: dict[tuple[str, str], tuple[str, Record]] = field(default_factory=dict)
+    said: dict[int, list[str]] = field(default_factory=dict)
+    """The words of each record that was compared so far. A record's text never changes."""
+    last_id: int = 0
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Workspace:
         """The scope as these events left it; what they do not tell of a record is as in a new one."""
         workspace = cls(sorted(events, key=lambda event: event.sequence))
+        workspace.last_id = max((event.record_id for event in workspace.events), default=0)
         for event in workspace.events:
             workspace._take_over(event)
         return workspace
@@ -101,22 +105,24 @@ class Workspace:
 
     def save(self, actor: Record, values: Mapping[str, Any]) -> Record:
         """A new record, or the confirmation of an active one that says the same."""
-        said = words(values["content"])
+        kept, flags = _kept(values)
+        said = words(kept["content"])
         for record in self.records.values():
-            same_place = (record["type"], record["project"]) == (values["type"], values["project"])
-            if said and same_place and record["status"] == "active" and words(record["content"]) == said:
+            same_place = (record["type"], record["project"]) == (kept["type"], kept["project"])
+            if same_place and record["status"] == "active" and self._says(record, said):
                 record["last_confirmed"] = _moment("microseconds")
+                if kept["source_format"] == "conversation":
+                    record["source_format"] = "conversation"
                 self._note("confirm", actor, "", record, before=_state(record))
-                return _saved(record, deduplicated=True)
-        tags = dict.fromkeys(tag.strip().casefold() for tag in values["tags"])
-        found = {"tags": json.dumps([tag for tag in tags if tag]), "fts_project": _searched_as(values["project"])}
-        kept = {**values, **found}
-        return self._insert(actor, actor, "", kept)
+                return {**record, "saved": True, "deduplicated": True, **flags}
+        tags = dict.fromkeys(tag.strip().lower() for tag in kept["tags"])
+        found = {"tags": json.dumps([tag for tag in tags if tag]), "fts_project": _searched_as(kept["project"])}
+        return {**self._insert(actor, actor, "", kept | found), **flags}
 
     def update(self, actor: Record, record_id: int, expected: int, content: str, reason: str) -> Record:
         old = self._to_change(record_id, expected)
-        values = {"content": content, **{name: old[name] for name in _CARRIED_OVER}}
-        answer = self._insert(old["created_by"], actor, reason, values)
+        kept, flags = _kept({"content": content, **{name: old[name] for name in _CARRIED_OVER}})
+        answer = {**self._insert(old["created_by"], actor, reason, kept), **flags}
         self._close(old, actor, reason, status="superseded", superseded_by=answer["id"])
         return {**answer, "previous_id": old["id"]}
 
@@ -133,13 +139,17 @@ class Workspace:
             raise Refusal("conflict", "Revision changed; read the record before retrying")
         return record
 
+    def _says(self, record: Record, said: list[str]) -> bool:
+        if record["id"] not in self.said:
+            self.said[record["id"]] = words(record["content"])
+        return self.said[record["id"]] == said and is_indexed(said, record["content"])
+
     def _insert(self, author: Record, actor: Record, reason: str, values: Mapping[str, Any]) -> Record:
-        content, private = without_private_parts(values["content"])
-        event_ids = (event.record_id for event in self.events)
-        record = _new(max([0, *self.records, *event_ids]) + 1, author, actor) | {**values, "content": content}
+        self.last_id += 1
+        record = {**_new(self.last_id, author, actor), **values}
         self.records[record["id"]] = record
         self._note("insert", actor, reason, record, before=None)
-        return _saved(record, deduplicated=False, private=private)
+        return {**record, "saved": True, "deduplicated": False}
 
     def _close(self, record: Record, actor: Record, reason: str, **changes: Any) -> None:
         before = _state(record)
@@ -148,7 +158,7 @@ class Workspace:
 
     def _note(self, operation: str, actor: Record, reason: str, record: Record, *, before: Record | None) -> None:
         event = {
-            "sequence": max((event.sequence for event in self.events), default=0) + 1,
+            "sequence": self.events[-1].sequence + 1 if self.events else 1,
             "record_id": record["id"],
             "at": _moment("milliseconds"),
             "operation": operation,
@@ -194,9 +204,16 @@ def _state(record: Record) -> Record:
     return {name: record[name] for name in _STATE}
 
 
-def _saved(record: Record, *, deduplicated: bool, private: int = 0) -> Record:
-    flags = {"saved": True, "deduplicated": deduplicated, "privacy_redacted": False}
-    return {**record, **flags, "privacy_redacted_sections": private}
+def _kept(values: Mapping[str, Any]) -> tuple[Record, Record]:
+    """The values without what their author calls private, and the answer's flags of it."""
+    texts = {name: without_private_parts(values[name]) for name in ("content", "context")}
+    # What was left may look like a secret only now.
+    kept = {name: scrubbed(text) for name, (text, _) in texts.items()}
+    flags = {
+        "privacy_redacted": any(kept[name] != text for name, (text, _) in texts.items()),
+        "privacy_redacted_sections": sum(parts for _, parts in texts.values()),
+    }
+    return {**values, **kept}, flags
 
 
 def _searched_as(project: str) -> str:

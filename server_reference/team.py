@@ -13,6 +13,9 @@ file's events are returned word for word, and the file is never written.
 
 With members, a team is open to those named, and a ``reader`` among them changes nothing; without any, everybody may
 write everywhere.
+
+What the real server does besides is left out: it adds words of a vocabulary to the tags, shortens what it takes for a
+program's output, may refuse a text for its quality, and finds records by what they mean.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ TEAM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _WRITES: Final = frozenset({"memory_save", "memory_update", "memory_delete"})
 _RESERVED_TAGS: Final = ("scope:", "team:", "user:")
+_DASHED: Final = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_UUID: Final = re.compile(rf"(?:urn:uuid:)?{_DASHED}|\{{{_DASHED}\}}|[0-9a-f]{{32}}", re.IGNORECASE)
 
 
 class _Scope(NamedTuple):
@@ -91,6 +96,8 @@ class Team:
             raise SchemaError(f"Input validation error: {violated}")
         defaults = {key: rule["default"] for key, rule in schema["properties"].items() if "default" in rule}
         values = defaults | scrubbed(given)
+        if complaint(values, schema) is not None:
+            raise Refusal("invalid_request", "too long, with the marks in place of its secrets")
         actor = {
             "user_id": identity.user,
             "display_name": identity.user,
@@ -108,6 +115,8 @@ class Team:
         return scope.answer(self._answer(name, values, self._workspace(scope, identity.user), actor))
 
     def _answer(self, name: str, values: dict[str, Any], workspace: Workspace, actor: dict[str, Any]) -> str:
+        if name not in _WRITES:
+            _check_numbers(values)
         if name == "memory_get":
             return _json(workspace.get(values["id"]))
         if name == "memory_export":
@@ -117,6 +126,7 @@ class Team:
         request_id = values.pop("request_id")
 
         def write() -> dict[str, Any]:
+            _check_numbers(values)
             if name == "memory_save":
                 return workspace.save(actor, values)
             if name == "memory_delete":
@@ -172,17 +182,18 @@ def _check(values: dict[str, Any]) -> None:
     if any(len(tag) > 128 or tag.startswith(_RESERVED_TAGS) for tag in values.get("tags", ())):
         raise Refusal("invalid_request", "tags: at most 128 characters, and not reserved for scopes")
     if (request_id := values.get("request_id")) is not None:
-        try:
-            values["request_id"] = str(UUID(request_id))
-        except ValueError:
-            raise Refusal("invalid_request", "request_id should be a valid UUID") from None
-    for name in ("id", "after", "expected_revision"):
+        if _UUID.fullmatch(request_id) is None:
+            raise Refusal("invalid_request", "request_id should be a valid UUID")
+        values["request_id"] = str(UUID(request_id))
+    for name in ("id", "after", "expected_revision", "limit"):
         if name in values:
             values[name] = int(values[name])
-            if values[name] > INT64_MAX:
-                raise Refusal("unavailable", "Workspace operation failed")
-    if "limit" in values:
-        values["limit"] = int(values["limit"])
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """What a database cannot look for. Raises :class:`Refusal`."""
+    if max(values.get("id", 0), values.get("after", 0)) > INT64_MAX:
+        raise Refusal("unavailable", "Workspace operation failed")
 
 
 def _scope(value: object) -> _Scope | None:

@@ -172,13 +172,15 @@ def complaint(value: Any, schema: Any) -> str | None:
 
 
 def _complaints(value: Any, schema: Any, level: int) -> Iterator[tuple[int, str]]:
+    if "enum" in schema and value not in schema["enum"]:
+        yield level, f"{value!r} is not one of {schema['enum']!r}"
+        return
     types = schema.get("type", [])
     wanted = types if isinstance(types, list) else [types]
     if not any(_is(value, one) for one in wanted):
-        yield level, f"{value!r} is not of type {', '.join(map(repr, wanted))}"
+        fault = "valid under any of the given schemas" if len(wanted) > 1 else f"of type {wanted[0]!r}"
+        yield level, f"{value!r} is not {fault}"
         return
-    if "enum" in schema and value not in schema["enum"]:
-        yield level, f"{value!r} is not one of {schema['enum']!r}"
     for said in (*_of_number(value, schema), *_of_text(value, schema)):
         yield level, said
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""The real team server (total-agent-memory 14.7.0) beside the reference server: one scenario, the same answers.
+"""The real team server (total-agent-memory 14.7.0) beside the reference server: the same calls, the same answers.
 
-    scripts/oracle            run the scenario on both, and say where they differ
+    scripts/oracle            run the scenario and a random walk on both, and say where they differ
     scripts/oracle --record   also write what the real one answered to tests/cassettes/, which the normal tests replay
 
 It is installed into an environment of its own (some 600 MB) and spoken to over HTTP only. Compared is what the tools
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -57,6 +58,7 @@ CALM = {
     "MEMORY_LLM_ENABLED": "false",
     "MEMORY_MODE": "fast",
     "MEMORY_QUALITY_GATE_ENABLED": "false",
+    "TAM_TEAM_MAX_WORKERS": "8",  # one for each workspace, or they start anew all the time
 }
 
 
@@ -168,7 +170,7 @@ class Recorder(httpx.AsyncBaseTransport):
         await response.aclose()
         exchange["status"] = response.status_code
         exchange["type"] = response.headers.get("content-type", "")
-        exchange["body"] = _settled(body.decode())
+        exchange["body"] = settled(body.decode())
         headers = {
             name: value
             for name, value in response.headers.items()
@@ -215,7 +217,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 _KEY = re.compile(r"((?:personal|team)_)[0-9a-f]{64}")
 
 
-def _settled(text: str) -> str:
+def settled(text: str) -> str:
     """The text with one moment for all times, of the same precision, and one name for all workspaces of a kind."""
     text = _TIME.sub(lambda match: "2026-01-02T03:04:05" + re.sub(r"\d", "6", match[1] or "") + "Z", text)
     return _KEY.sub(r"\1key", text)
@@ -237,6 +239,7 @@ def answers(exchanges: list[Exchange]) -> list[Any]:
         told[-1] |= {
             "status": exchange["status"],
             "isError": result.get("isError"),
+            "refused": message.get("error"),
             "answer": [_json_or_text(text) for text in texts],
         }
     return told
@@ -398,6 +401,14 @@ async def scenario(place: Place, transport: Callable[[str], httpx.AsyncBaseTrans
             await all_of(petya.history(1)),
             await all_of(petya.export()),
         ]
+        # To ask leaves no trace: the id is free, and the next event has the next number.
+        free = {"request_id": request_id("never sent")}
+        seen["asked"] = [
+            [await petya.happened(**free) for _ in range(3)],
+            await petya.save("Not asked about any more.", **free),
+            await petya.happened(**free),
+            await all_of(petya.history(2)),
+        ]
         change = {"id": first.id, "expected_revision": 1, "scope": TEAM}
         reason = "Migrations need session-level locks"
         seen["happened"] = [
@@ -444,8 +455,12 @@ def differences(real: list[Any], ours: list[Any]) -> list[str]:
 
 
 def main() -> int:
+    import team_walk  # which knows this module
+
     parser = argparse.ArgumentParser(prog="scripts/oracle", description=__doc__.splitlines()[0])
-    parser.add_argument("--record", action="store_true", help="write the cassette that the normal tests replay")
+    parser.add_argument("--record", action="store_true", help="write the cassettes that the normal tests replay")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of the walk; a new one by default")
+    parser.add_argument("--steps", type=int, default=400, help="how long the walk is")
     options = parser.parse_args()
     try:
         python = python_with("oracle", *PACKAGES)
@@ -459,12 +474,21 @@ def main() -> int:
         _, ours = asyncio.run(on(place))
     found = differences(answers(real), answers(ours))
     print("\n".join(found))
-    print(f"{len(answers(real))} calls in {time.monotonic() - begun:.1f} s: {len(found)} differ")
+    print(f"the scenario: {len(answers(real))} calls, {len(found)} differ")
+    seed = team_walk.RECORDED_SEED if options.record else options.seed
+    with real_server(python) as place:
+        walk = team_walk.walked(place, seed, options.steps, brief=options.record)
+    with our_server() as place:
+        strayed = team_walk.differences(place, walk)
+    print("\n".join(strayed))
+    print(f"the walk of seed {seed}: {len(walk)} calls, {'differs' if strayed else 'no difference'}")
+    print(f"{time.monotonic() - begun:.1f} s")
     if options.record:
         CASSETTE.parent.mkdir(exist_ok=True)
         CASSETTE.write_text(json.dumps(real, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        print(f"written: {CASSETTE.name}, {CASSETTE.stat().st_size:,} bytes, {len(real)} exchanges")
-    return 1 if found else 0
+        team_walk.CASSETTE.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in walk), "utf-8")
+        print(f"written: {CASSETTE.name} and {team_walk.CASSETTE.name}")
+    return 1 if found or strayed else 0
 
 
 if __name__ == "__main__":

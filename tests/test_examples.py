@@ -234,49 +234,96 @@ def test_an_unknown_dead_letter_is_an_error(server: ReferenceServer, tmp_path: P
     assert "there is no dead letter 'nobody.1'" in done.stderr
 
 
+def history_table(url: str, record: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "team_history.py"), str(record)],
+        env={**os.environ, "MEMLOG_URL": url, "MEMLOG_TOKEN": "token-of-vasya", "MEMLOG_TEAM": "engineering"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
 def test_the_history_of_a_record_is_a_table_of_who_changed_what_and_why() -> None:
     """A save, a confirmation, an update and a deletion, with what is different; an unknown record is told."""
+    tokens = {"token-of-vasya": "vasya", "token-of-petya": "petya"}
 
     async def change(url: str) -> None:
         team = memlog.Scope.team("engineering")
-        async with memlog.TeamClient(url, token="v") as vasya, memlog.TeamClient(url, token="p") as petya:
+        vasya, petya = [memlog.TeamClient(url, token=token) for token in tokens]
+        async with vasya, petya:
             await vasya.save("Use pgbouncer.", type="decision", project="billing", tags=["db"], scope=team)
             await petya.save("use pgbouncer", type="decision", project="billing", scope=team)
             await petya.update(1, "Use no pooler.", expected_revision=1, reason="The driver pools", scope=team)
             await vasya.delete(2, expected_revision=1, reason="Obsolete", scope=team)
 
-    def show(url: str, record: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(EXAMPLES / "team_history.py"), record],
-            env={**os.environ, "MEMLOG_URL": url, "MEMLOG_TOKEN": "v", "MEMLOG_TEAM": "engineering"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-
-    with memlog.testing.reference_server(team_tokens={"v": "vasya", "p": "petya"}) as server:
+    with memlog.testing.reference_server(team_tokens=tokens) as server:
         asyncio.run(change(server.url))
-        done, by_old_id, unknown = show(server.url, "2"), show(server.url, "1"), show(server.url, "77")
+        done, by_old_id, unknown = [history_table(server.url, record) for record in (2, 1, 77)]
 
     assert done.returncode == 0, done.stderr
-    rows = [re.split(r"  +", line.strip()) for line in done.stdout.splitlines()]
-    assert rows[0] == ["When (UTC)", "Who", "What", "Why"]
-    assert all(
-        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", row[0]) for row in rows if len(row) == 4 and row != rows[0]
-    )
-    assert [row[-3:] for row in rows if len(row) == 4][1:] == [
-        ["vasya", "insert 1", "-"],
-        ["petya", "confirm 1", "-"],
-        ["petya", "update 2", "The driver pools"],
-        ["vasya", "update 2", "Obsolete"],
+    lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-01-02 03:04:05", one) for one in done.stdout.splitlines()]
+    assert lines == [
+        "When (UTC)           Who    What       Why",
+        "2026-01-02 03:04:05  vasya  insert 1   -",
+        "               type  decision",
+        "            content  Use pgbouncer.",
+        "            project  billing",
+        "               tags  ['db']",
+        "             status  active",
+        "2026-01-02 03:04:05  petya  confirm 1  -",
+        "2026-01-02 03:04:05  petya  update 2   The driver pools",
+        "            content  Use pgbouncer. -> Use no pooler.",
+        "2026-01-02 03:04:05  vasya  update 2   Obsolete",
+        "             status  active -> deleted",
     ]
-    differences = [row for row in rows if len(row) == 2]
-    assert ["content", "None -> 'Use pgbouncer.'"] in differences
-    assert differences[-2:] == [
-        ["content", "'Use pgbouncer.' -> 'Use no pooler.'"],
-        ["status", "'active' -> 'deleted'"],
+    assert by_old_id.stdout.splitlines()[-2:] == [
+        "             status  active -> superseded",
+        "      superseded_by  2",
     ]
-    assert "superseded_by  None -> 2" in by_old_id.stdout
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "the history cannot be read" in unknown.stderr
+
+
+def test_the_table_stays_one_whatever_stands_in_a_record() -> None:
+    """Long texts, wide letters, secrets, and what a terminal would obey: 100 columns, and only what is different."""
+    tokens = {"token-of-vasya": "\u74e6\u897f\u91cc", "token-of-petya": "petya"}
+    long = " ".join(f"Sentence number {n} of a long text." for n in range(400))
+    texts = (
+        "Ask ann@example.org.",
+        long,
+        long.replace("number 200", "number two hundred"),
+        "\u8acb\u6c42\u66f8" * 60,
+        "x" * 700,
+        "\x1b[31mred\nin two lines\u202e, e\u0301",
+    )
+
+    async def change(url: str) -> None:
+        team = memlog.Scope.team("engineering")
+        vasya, petya = [memlog.TeamClient(url, token=token) for token in tokens]
+        async with vasya, petya:
+            await petya.save(texts[0], scope=team)
+            for n, text in enumerate(texts[1:], 1):
+                await vasya.update(n, text, expected_revision=1, reason=f"{text[:1900]}\n!", scope=team)
+
+    with memlog.testing.reference_server(team_tokens=tokens) as server:
+        asyncio.run(change(server.url))
+        done = history_table(server.url, len(texts))
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    wide = [len(line) + len(re.findall(r"[\u3400-\u9fff]", line)) - line.count("\u0301") for line in lines]
+    assert max(wide) <= 100
+    assert done.stdout.replace("\n", "").isprintable()
+    words = " ".join(done.stdout.split())
+    for shown in (
+        "content Ask [REDACTED].",
+        "content ...xt. Sentence number 200 of a long text. Sen...",
+        "-> ...xt. Sentence number two hundred of a long text. Sen...",
+        "Sentence number 16 of a long text. Sentence number... (14,289 characters)",
+        "(700 characters)",
+        r"-> \x1b[31mred\nin two lines\u202e, e",
+    ):
+        assert shown in words
+    assert [line for line in lines if "  \u74e6\u897f\u91cc  update 2  Sentence" in line]

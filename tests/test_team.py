@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
@@ -293,10 +294,37 @@ async def test_what_the_server_does_not_keep_as_it_was_sent_is_told(place):
         assert record.redacted == ("content", "context", "tags")
         assert record.content == "Ask [REDACTED]."
         assert (await vasya.save("ask ann@example.org")).redacted == ("content",)
-        assert (await vasya.save("cafe\u0301 <private>x</private>")).redacted == ("content",)
-        assert (await vasya.save("cafe\u0301")).redacted == ()
+        private = await vasya.save("cafe\u0301 <private>x</private>", branch="Bearer x")
+        assert (private.redacted, private.content) == (("content", "branch"), "cafe\u0301 ")
+        assert (await vasya.save("<private>y</private> CAFE\u0301")).redacted == ("content",)
+        again = await vasya.save("caf\u00e9!")
+        assert (again.deduplicated, again.redacted) == (True, ())
+        named = await vasya.save("It says [REDACTED] there.")
+        assert (named.redacted, (await vasya.save("it says [redacted] there")).redacted) == ((), ())
         replaced = await vasya.update(record.id, "token: abc", expected_revision=1, reason="of bob@example.org")
         assert replaced.redacted == ("content",)
+
+
+@pytest.mark.anyio
+async def test_what_the_server_only_writes_in_another_way_is_not_told_as_lost(place):
+    """The real server keeps letters as they come, and tags in lower case, with words of its vocabulary beside them."""
+    async with of(place, "vasya") as vasya:
+        decomposed = {"content": "cafe\u0301", "context": "e\u0301", "project": "e\u0301", "branch": "e\u0301"}
+        record = await vasya.save(**decomposed, tags=["Cafe\u0301", " ÜNÏẞ ", "", "ünïß"])
+        assert {name: getattr(record, name) for name in decomposed} == decomposed
+        assert (record.tags, record.redacted) == (("cafe\u0301", "ünïß"), ())
+    row = {
+        "id": 7,
+        "revision": 1,
+        "status": "active",
+        "content": "x",
+        "project": "general",
+        "tags": '["database", "db"]',
+    }
+    with RawServer(McpStub(as_text({"data": row}))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            assert (await team.save("x", tags=["DB"])).redacted == ()
+            assert (await team.save("x", tags=["DB", "ann@example.org"])).redacted == ("tags",)
 
 
 @pytest.mark.anyio
@@ -333,6 +361,52 @@ async def test_an_export_goes_through_all_pages(place):
         export = vasya.export(after=100, limit=2)
         assert [one.id async for one in export] == [101, 102]
         assert export.next_after == 102
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12")
+@pytest.mark.parametrize("events", [99, 100, 101])
+async def test_a_history_that_breaks_off_goes_on_where_it_was(place, events):
+    """C12, ours: after an error the same object asks for the same page again; nothing is lost, nothing comes twice."""
+    async with of(place, "vasya", retry=NO_RETRY) as vasya:
+        for _ in range(events):
+            await vasya.save("Said many times.")
+        history, seen, errors = vasya.history(1), [], 0
+        place.faults.add("drop", tool="memory_history", when="before")
+        while True:
+            try:
+                async for event in history:
+                    seen.append(event.sequence)
+                    assert history.next_after == event.sequence
+                    if event.sequence == 50:
+                        place.faults.add("drop", tool="memory_history", when="after")
+                        place.faults.add("status", tool="memory_history", when="before", times=2)
+                break
+            except (ConnectionFailedError, ServerError):
+                errors += 1
+        assert seen == list(range(1, events + 1))
+        assert errors == 3
+        assert [one async for one in history] == []
+        assert [one.sequence async for one in vasya.history(1, after=seen[-3])] == seen[-2:]
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12")
+async def test_a_server_that_gives_a_page_again_is_caught_and_the_right_one_goes_on():
+    """C12: never taken for the end, never handed out, and the iteration is where it was before."""
+    first, second = [event(n) for n in range(1, 51)], [event(51), event(60)]
+    pages = iter([first, first, [event(49), *second], second])
+    with RawServer(McpStub(lambda seen: as_text({"data": next(pages)})(seen))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            history = team.history(812)
+            seen = [(await anext(history)).sequence for _ in range(50)]
+            for got in (1, 49):
+                with pytest.raises(SequenceError) as caught:
+                    await anext(history)
+                assert (caught.value.expected, caught.value.got) == (51, got)
+            assert [*seen, *[one.sequence for one in await all_of(history)]] == [*range(1, 52), 60]
+    asked = [seen.json["params"]["arguments"] for seen in server.seen if seen.method == "tools/call"]
+    assert [one["after"] for one in asked] == [0, 50, 50, 50]
 
 
 @pytest.mark.anyio
@@ -427,6 +501,47 @@ async def test_the_history_tells_whether_an_update_or_a_deletion_happened(place)
 
 
 @pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+@pytest.mark.parametrize(
+    ("sent", "others"),
+    [
+        ("a <private>b <private>c</private></private> d", ["a  d.", "a <private>b</private>", "ad"]),
+        ("x <private>and no end, of ann@example.org", ["x", "y <private>and no end, of ann@example.org"]),
+        (
+            "x password: a y token: b z",
+            ["x  y token: b z", "x password: a y  z", "x password: a", "password: a y token: b z", "xyz"],
+        ),
+        ("ann@example.org " * 40 + "x", ["ann@example.org " * 40 + "y", "ann@example.org " * 30 + "x"]),
+        ("cafe\u0301", ["caf\u00e9", "cafe"]),
+    ],
+)
+async def test_a_text_is_known_again_after_what_the_server_took_out_of_it(place, sent, others):
+    """C12: secrets and private parts; and no other text passes for it. (With many of them it once took for ever.)"""
+    async with of(place, "vasya") as vasya:
+        first = await vasya.save("One.")
+        await vasya.update(first.id, sent, expected_revision=1, reason="why")
+        asked = {"id": first.id, "expected_revision": 1}
+        assert await vasya.happened(**asked, content=sent)
+        for other in others:
+            assert not await vasya.happened(**asked, content=other)
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+async def test_to_ask_leaves_no_trace(place):
+    """C12: no record, no event, no number used up, and the id still to be had, however often it is asked."""
+    mine = uuid4()
+    async with of(place, "vasya") as vasya:
+        await vasya.save("One.", scope=TEAM)
+        before = [await all_of(vasya.export(scope=TEAM)), await all_of(vasya.history(1, scope=TEAM))]
+        assert [await vasya.happened(request_id=mine, scope=TEAM) for _ in range(5)] == [False] * 5
+        assert [await all_of(vasya.export(scope=TEAM)), await all_of(vasya.history(1, scope=TEAM))] == before
+        record = await vasya.save("Two.", scope=TEAM, request_id=mine)
+        assert [one.sequence for one in await vasya.memory_history(record.id, TEAM)] == [2]
+        assert await vasya.happened(request_id=mine, scope=TEAM)
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -464,6 +579,67 @@ async def test_all_attempts_of_a_write_carry_one_request_id():
 
 
 @pytest.mark.anyio
+@pytest.mark.contract("C12.written")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda team, **more: team.save("Ünï", tags={"b", "a", "c", "d"}, scope=TEAM, **more),
+        lambda team, **more: team.update(7, "Ünï", expected_revision=1, reason="r", scope=Scope.shared(), **more),
+        lambda team, **more: team.delete(7, expected_revision=1, reason="r", **more),
+    ],
+)
+async def test_a_write_is_the_same_to_the_byte_each_time(write):
+    """The server compares the arguments under one id: what was sent before an unknown outcome is sent after it, too."""
+    row = {"id": 7, "revision": 1, "status": "active", "content": "Ünï", "tags": ["a", "b", "c", "d"]}
+    first_row = as_text({"data": row})
+    answers = [
+        lambda seen: seen.reset(),
+        lambda seen: seen.respond(503, b"{}"),
+        lambda seen: seen.respond(429, b'{"error": "Server busy"}'),
+        as_text({"error": "Workspace unavailable; check history before retrying a write", "code": "unavailable"}),
+        lambda seen: seen.respond(200, b"no JSON"),
+        as_text({"data": None}),
+        first_row,
+    ]
+    calls = iter([*answers, first_row])
+    with RawServer(McpStub(lambda seen: next(calls)(seen))) as server:
+        async with TeamClient(server.url, retry=RetryPolicy(attempts=9, delay_min=0.001, delay_max=0.002)) as team:
+            record = await write(team)
+            again = await write(team, request_id=record.request_id.upper())
+    assert again == record
+    bodies = [seen.body for seen in server.seen if seen.method == "tools/call"]
+    assert len(bodies) == 8
+    assert len({re.sub(rb'"id":\d+', b"", body, count=1) for body in bodies}) == 1
+    if b"tags" in bodies[0]:
+        assert seen_arguments(bodies[0])["tags"] == ["a", "b", "c", "d"]
+
+
+def seen_arguments(body: bytes) -> dict[str, object]:
+    return json.loads(body)["params"]["arguments"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("scope", "sent"),
+    [
+        (None, None),
+        (Scope.personal(), {"kind": "personal"}),
+        (Scope.team("engineering"), SCOPE),
+        (Scope.shared(), {"kind": "shared"}),
+        (SCOPE, SCOPE),
+    ],
+)
+async def test_a_scope_goes_over_the_wire_as_the_tools_have_it(scope, sent):
+    """The real server refuses what its schema does not name, and a team_id that is not needed."""
+    with RawServer(McpStub(as_text({"data": []}))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            assert await all_of(team.export(scope=scope)) == await all_of(team.history(1, scope=scope)) == []
+    asked = [seen_arguments(seen.body) for seen in server.seen if seen.method == "tools/call"]
+    assert [one.get("scope") for one in asked] == [sent, sent]
+    assert [set(one) - {"scope"} for one in asked] == [{"after", "limit"}, {"id", "after", "limit"}]
+
+
+@pytest.mark.anyio
 async def test_a_refusal_after_an_unknown_outcome_does_not_hide_it():
     """Ours: what became of the earlier attempt is as unknown as before."""
     calls = iter([lambda seen: seen.reset(), lambda seen: seen.respond(401, b"{}")])
@@ -496,6 +672,7 @@ async def test_a_record_is_read_leniently_where_nobody_promised_anything():
     answers = iter(
         [
             {"data": row},
+            {"data": {**row, "tags": "[" * 100_000}},
             {"data": {**row, "tags": ["a"], "created_at": "2026-09-25T09:14:02Z"}, "scope": {"kind": "galaxy"}},
             {"data": {**row, "revision": "2"}},
             {"data": [row]},
@@ -504,6 +681,7 @@ async def test_a_record_is_read_leniently_where_nobody_promised_anything():
     with RawServer(McpStub(lambda seen: as_text(next(answers))(seen))) as server:
         async with TeamClient(server.url, retry=NO_RETRY) as team:
             odd = await team.get(7)
+            assert (await team.get(7)).tags == ()
             fine = await team.get(7)
             for _ in range(2):
                 with pytest.raises(ProtocolError):
@@ -512,6 +690,28 @@ async def test_a_record_is_read_leniently_where_nobody_promised_anything():
     assert (fine.tags, fine.scope) == (("a",), None)
     assert fine.created_at == datetime(2026, 9, 25, 9, 14, 2, tzinfo=UTC)
     assert "content" not in repr(odd)
+
+
+@pytest.mark.anyio
+async def test_what_a_newer_server_says_is_kept_aside():
+    """Ours: fields of events, workspaces and scopes that this version does not know, and kinds of scopes."""
+    galaxy = {"scope": {"kind": "galaxy"}, "writable": True}
+    told = {
+        "memory_history": {"data": [event(1, reason=None, before_state=None, trace="t")]},
+        "memory_scopes": {
+            "actor": {"user_id": "vasya", "shift": "night"},
+            "workspaces": [{"key": "k", "scope": SCOPE, "writable": 1, "quota": 5}, galaxy],
+            "region": "eu",
+        },
+    }
+    with RawServer(McpStub(lambda seen: as_text(told[seen.json["params"]["name"]])(seen))) as server:
+        async with TeamClient(server.url, retry=NO_RETRY) as team:
+            (one,) = await team.memory_history(812)
+            scopes = await team.scopes()
+    assert (one.extra, one.reason) == ({"trace": "t"}, "")
+    assert (scopes.actor["shift"], scopes.extra) == ("night", {"region": "eu", "workspaces": [galaxy]})
+    (workspace,) = scopes.workspaces
+    assert (workspace.scope, workspace.writable, workspace.extra) == (TEAM, False, {"key": "k", "quota": 5})
 
 
 @pytest.mark.parametrize(
@@ -537,6 +737,9 @@ def test_a_scope_that_cannot_be_is_no_scope(arguments):
         (lambda team: team.update(1, "x", expected_revision=1, reason=""), "reason"),
         (lambda team: team.delete(1, expected_revision=1, reason="x" * 2001), "reason"),
         (lambda team: team.get(True), "id"),
+        (lambda team: team.get(2**63), "id"),
+        (lambda team: team.happened(id=1, expected_revision=2**63), "expected_revision"),
+        (lambda team: team.memory_history(1, after=2**63), "after"),
     ],
 )
 async def test_a_write_that_the_server_would_not_take_is_not_sent(call, name):
