@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -91,12 +92,41 @@ def test_a_tail_is_read_as_copies_of_a_prefix_or_not_at_all(
         ({"x": 0.0}, {"x": -0.0}, False),
         ({"x": 1, "y": 2}, {"y": 2, "x": 1}, True),
         ({"x": 1e400}, {"x": 1e400}, True),
+        ({"x": ["a", 'b"c']}, {"x": ['a"b', "c"]}, False),
+        ({"x": [1, [2]]}, {"x": [1, [], 2]}, False),
+        ({"x": {"y": 1}}, {"x": {}, "y": 1}, False),
     ],
 )
 def test_items_are_compared_type_by_type(sent: dict[str, Any], there: dict[str, Any], same: bool) -> None:
     """Python calls 1, 1.0 and True equal; a log does not. The order of keys is the server's to choose."""
     found = explain([[sent]], log([[there]]), 0)
     assert found == (Explanation(1, 0, ()) if same else None)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats(-1, 1) | st.text('"{[;i1', max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('"{1', max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(first=values, second=values)
+def test_two_payloads_have_one_key_if_they_are_the_same_json_and_only_then(first: Any, second: Any) -> None:
+    """A digest over pieces that could be cut otherwise would take one item for another."""
+    same = json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+    assert (key({"x": first}) == key({"x": second})) == same
+
+
+def test_an_item_deeper_than_any_of_ours_is_equal_to_nothing() -> None:
+    """Somebody else's, in a log that we only read: it must not stop the sending."""
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert explain([A], log([[{"x": deep}]]), 0) is None
+    assert explain([A], log([[{"x": deep}], A]), 0, stamped=True) == Explanation(1, 1, ())
+    while deep:  # or freeing it would go as deep
+        deep = deep.pop()
 
 
 def test_a_batch_recorded_at_two_times_is_not_that_batch() -> None:

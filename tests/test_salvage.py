@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import socket
 import sqlite3
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from books import warnings_of
 
+from memlog import directory as directory_module
 from memlog import salvage as salvage_module
+from memlog import writer as writer_module
 from memlog.buffer import Accepted, Buffer, BufferLimits
-from memlog.directory import Recounted
-from memlog.errors import InvalidRequestError, to_record
+from memlog.directory import Adopted, Recounted
+from memlog.errors import BufferUnusableError, InvalidRequestError, to_record
 from memlog.pages import records
 from memlog.payload import encode_batch
 from memlog.salvage import Salvage, finish, salvage, unfinished
@@ -23,7 +30,6 @@ from memlog.spool import Books, NewRow, Spool, peek
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from memlog.directory import Spools
 
@@ -56,7 +62,7 @@ def new_row(number: int) -> NewRow:
     return NewRow(number, LANES[number % 3], batch.items, batch.size, batch.body)
 
 
-def fill(path: Path, *, clean: bool, batches: int = 60) -> dict[int, NewRow]:
+def fill(path: Path, *, clean: bool, batches: int = 60, settled: int = 2) -> dict[int, NewRow]:
     """A spool with a bit of everything; what is pending or refused in it, by number."""
     held = Spool.open(path, None)
     rows = [new_row(number) for number in range(1, batches + 1)]
@@ -67,12 +73,12 @@ def fill(path: Path, *, clean: bool, batches: int = 60) -> dict[int, NewRow]:
     held.begin()
     gone: set[int] = set()
     for lane in LANES:
-        first, second, third = list(held.pending(lane))[:3]
-        held.acknowledge([first, second], 7)
-        held.refuse([third], REFUSED)
+        *taken, letter = list(held.pending(lane))[: settled + 1]
+        held.acknowledge(taken, 7)
+        held.refuse([letter], REFUSED)
         held.note_lane(lane, sealed=False)
         held.note_duplicate(lane, 3, 4)
-        gone |= {first.id, second.id}
+        gone |= {row.id for row in taken}
     held.commit()
     if clean:
         held.close()
@@ -92,6 +98,16 @@ def cut_off(held: Spool, path: Path) -> None:
         copy.replace(file)
 
 
+def append_to(buffer: Buffer, text: str) -> None:
+    """And wait until it is stored."""
+    batch = encode_batch([{"text": text}])
+    accepted, stored = Accepted("c_99999999", [batch]), threading.Event()
+    buffer.put(accepted, batch.size)
+    accepted.when_stored(stored.set)
+    assert stored.wait(PATIENCE)
+    assert accepted.is_stored()
+
+
 class Found:
     """A directory opened as a program opens it: what is in it, and that it works."""
 
@@ -101,17 +117,8 @@ class Found:
         begun = time.monotonic()
         self.buffer.start()
         self.opened_in = time.monotonic() - begun
-        self.appended = self.append("after")
+        append_to(self.buffer, "after")
         self.rows, self.letters, self.books = self.buffer.run(self._look).result(PATIENCE)
-
-    def append(self, text: str) -> Accepted:
-        batch = encode_batch([{"text": text}])
-        accepted, stored = Accepted("c_99999999", [batch]), threading.Event()
-        self.buffer.put(accepted, batch.size)
-        accepted.when_stored(stored.set)
-        assert stored.wait(PATIENCE)
-        assert accepted.is_stored()
-        return accepted
 
     @staticmethod
     def _look(spools: Spools) -> tuple[dict[int, NewRow], dict[int, NewRow], list[Books]]:
@@ -132,13 +139,15 @@ class Found:
 
 
 def check(directory: Path, expected: dict[int, NewRow], *, whole_books: bool = True) -> Found:
-    """Open the directory: quick, usable at once, books closed, and whatever is there is byte for byte what was put."""
+    """Open the directory: quick, usable at once, books closed, and whatever is there is byte for byte what was put.
+
+    Rows that are not expected any more may come back with an older state of the file; they are whole as well.
+    """
     found = Found(directory)
     try:
         assert found.opened_in < OPEN_SECONDS
         for row_id, row in {**found.rows, **found.letters}.items():
-            if row_id in expected and row.conversation in LANES:
-                assert row == expected[row_id]
+            assert row == expected.get(row_id, new_row(row_id))
         for books in found.books:
             for unit in ("items", "batches"):
                 places = ("acknowledged", "pending", "refused", "dropped", "forgotten", "lost")
@@ -208,6 +217,146 @@ def test_an_empty_file_beside_a_wal_is_not_taken_for_a_new_one(path: Path) -> No
     assert found.rows.keys() | found.letters.keys() == expected.keys()
     [aside] = [file for file in path.parent.glob("*.corrupt-*") if not file.name.endswith(("-wal", "-shm"))]
     assert aside.with_name(aside.name + "-wal").stat().st_size > 0
+
+
+def test_a_log_without_its_file_is_not_left_lying(path: Path) -> None:
+    """Somebody removed what looked like the database: what is in its write-ahead log is sent all the same."""
+    expected = fill(path, clean=False)
+    path.unlink()
+    found = check(path.parent, expected)
+    assert found.rows.keys() | found.letters.keys() == expected.keys()
+
+
+def test_a_file_without_its_log_is_as_it_was_when_that_was_brought_in_last(path: Path) -> None:
+    """What was only in the log is gone without a trace; the file is a spool all the same."""
+    held = Spool.open(path, None)
+    held.begin()
+    held.store([new_row(1)])
+    held.commit()
+    held.checkpoint()
+    held.begin()
+    held.store([new_row(2)])
+    held.commit()
+    cut_off(held, path)
+    wal_of(path).unlink()
+    assert check(path.parent, {1: new_row(1)}).rows.keys() == {1}
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("suffix", ["-shm", "-journal"])
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"\0" * 32_768, b"\xff" * 32_768, b"\x89PNG\r\n\x1a\n" + b"x" * 5000, None],
+    ids=["empty", "zeros", "ones", "png", "directory"],
+)
+def test_junk_beside_a_spool_costs_nothing(path: Path, clean: bool, suffix: str, junk: bytes | None) -> None:
+    """What SQLite can make anew, and what it never had."""
+    expected = fill(path, clean=clean)
+    beside = path.with_name(path.name + suffix)
+    if junk is None:
+        beside.mkdir()
+    else:
+        beside.write_bytes(junk)
+    found = check(path.parent, expected)
+    assert found.rows.keys() | found.letters.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"\0" * 32_768, b"\x89PNG\r\n\x1a\n" + b"x" * 5000, None],
+    ids=["empty", "zeros", "png", "directory"],
+)
+def test_junk_in_the_place_of_a_closed_spools_log_costs_nothing(path: Path, junk: bytes | None) -> None:
+    """A spool that was closed has none."""
+    expected = fill(path, clean=True)
+    if junk is None:
+        wal_of(path).mkdir()
+    else:
+        wal_of(path).write_bytes(junk)
+    found = check(path.parent, expected)
+    assert found.rows.keys() | found.letters.keys() == expected.keys()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has neither")
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a link to itself", "a pipe", "a socket"])
+def test_what_is_no_file_is_left_alone_and_told_once(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Not followed, not waited for, not written to."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / path.name
+    fill(elsewhere, clean=True)
+    content = elsewhere.read_bytes()
+    match kind:
+        case "a link":
+            path.symlink_to(elsewhere)
+        case "a link to nothing":
+            path.symlink_to(elsewhere.with_name("nothing.db"))
+        case "a link to itself":
+            path.symlink_to(path)
+        case "a pipe":
+            os.mkfifo(path)
+        case "a socket":
+            socket_at(path)
+    before = path.lstat()
+    found = check(path.parent, {})
+    assert found.rows == {}
+    assert [str(path) in record.getMessage() for record in warnings_of(caplog)] == [True]
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert elsewhere.read_bytes() == content
+    assert not elsewhere.with_name("nothing.db").exists()
+
+
+def socket_at(path: Path) -> None:
+    place = os.open(path.parent, os.O_RDONLY)  # its name may be longer than a socket's
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"/proc/self/fd/{place}/{path.name}")
+    finally:
+        os.close(place)
+
+
+@pytest.mark.parametrize("kind", ["a directory", "a link", "a pipe"])
+def test_a_lock_that_is_no_file_costs_only_its_spool(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Nobody can tell whether the spool has an owner; everything else goes on."""
+    fill(path, clean=True)
+    lock = path.with_suffix(".lock")
+    match kind:
+        case "a directory":
+            lock.mkdir()
+        case "a link":
+            lock.symlink_to(tmp_path_factory.mktemp("elsewhere") / "lock")
+        case "a pipe":
+            os.mkfifo(lock)
+    other = path.with_name("0000000000000002-00000000.db")
+    expected = fill(other, clean=True)
+    found = check(path.parent, expected)
+    assert found.rows.keys() | found.letters.keys() == expected.keys()
+    assert kind == "a pipe" or [str(path) in record.getMessage() for record in warnings_of(caplog)] == [True]
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="this system has no users to become")
+def test_a_spool_that_may_only_be_read_is_left_alone_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Another user's, or protected: what is in it stays there, and new items go to another file."""
+    with tempfile.TemporaryDirectory() as place:  # below one that everybody may enter
+        path = Path(place) / "site" / "0000000000000001-00000000.db"
+        path.parent.mkdir()
+        fill(path, clean=True)
+        content = path.read_bytes()
+        path.chmod(0o444)
+        me = os.geteuid()
+        if me == 0:  # who may do everything
+            for file in (place, path.parent, path):
+                os.chown(file, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            found = check(path.parent, {})
+        finally:
+            os.seteuid(me)
+        assert found.rows == {}
+        assert path.read_bytes() == content
+        assert [str(path) in record.getMessage() for record in warnings_of(caplog)] == [True]
 
 
 # --- every border, every page ----------------------------------------------------------------------------------------
@@ -282,7 +431,65 @@ def flip_everywhere(tmp_path: Path, *, clean: bool, every: int, times: int) -> N
                 assert untouched or not kept or len(expected.keys() - kept) <= 30, offset
 
 
+@pytest.mark.parametrize("every", [pytest.param(8, id="every 8th"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+def test_one_flipped_byte_in_a_log_leaves_an_earlier_state_of_the_spool(tmp_path: Path, every: int) -> None:
+    """In each frame, also in its head: what was committed before it is there, and the books of that state close."""
+    source = tmp_path / "source" / "0000000000000001-00000000.db"
+    source.parent.mkdir()
+    fill(source, clean=False)
+    copies = copies_of(tmp_path, source)
+    chance = random.Random(5)
+    kept = 0
+    for frame in range(0, (wal_of(source).stat().st_size - 32) // (4096 + 24), every):
+        for offset in (chance.randrange(24), 24 + chance.randrange(4096)):
+            directory, path = next(copies)
+            with wal_of(path).open("r+b") as file:
+                file.seek(32 + frame * (4096 + 24) + offset)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1 << chance.randrange(8)]))
+            found = check(directory, {})
+            stored = sorted(found.rows.keys() | found.letters.keys())
+            # Nothing is settled before all is stored, so that an earlier state is a beginning.
+            assert stored == list(range(1, len(stored) + 1)) or len(stored) == 54
+            assert len(stored) >= kept or len(stored) == 54, "a later frame costs no more"
+            kept = max(kept, len(stored) if len(stored) != 54 else 0)
+    assert kept > 40
+
+
 # --- what is taken over ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settled", [2, 400], ids=["much to send", "much settled"])
+@pytest.mark.parametrize("hit", ["a batch", "the head", "the tree"])
+def test_a_spool_that_has_seen_much_is_salvaged_like_a_small_one(path: Path, settled: int, hit: str) -> None:
+    """A fresh file of more than one transaction."""
+    expected = fill(path, clean=True, batches=1_300, settled=settled)
+    hurt(path, hit)
+    gone = {1250} if hit == "a batch" else set()
+    before = Spool.open(path, None).books if hit == "a batch" else None
+    done = salvage(path, "damaged")
+    assert (done.kept_batches, done.lost_batches) == (len(expected) - len(gone), len(gone))
+    found = check(path.parent, expected)
+    assert expected.keys() - (found.rows.keys() | found.letters.keys()) == gone
+    if before is not None:
+        assert found.books[0].acknowledged_batches == before.acknowledged_batches == 3 * settled
+
+
+def hurt(path: Path, hit: str) -> None:
+    if hit == "the head":
+        damage_header(path)
+        return
+    db = sqlite3.connect(path)
+    [root] = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'pending'").fetchone()
+    if hit == "a batch":
+        db.execute("UPDATE pending SET crc = crc + 1 WHERE id = 1250")
+        db.commit()
+    db.close()
+    if hit == "the tree":
+        with path.open("r+b") as file:
+            file.seek((root - 1) * 4096)
+            file.write(b"\xff" * 4096)
 
 
 def test_salvage_keeps_name_ids_dead_letters_and_what_is_known_of_conversations(path: Path) -> None:
@@ -421,6 +628,104 @@ def test_two_salvages_in_one_second_keep_both_files(path: Path) -> None:
         path.write_bytes(b"\xff" * 5000)
         salvage(path, "junk")
     assert len(list(path.parent.glob("*.corrupt-*"))) == 3
+
+
+@pytest.mark.parametrize("hit", ["the head", "the tree"])
+@pytest.mark.parametrize("step", ["_fill", "_settle", "_finish"])
+def test_a_salvage_that_the_disk_refuses_is_tried_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, hit: str, step: str
+) -> None:
+    """Twice, at any step: meanwhile appends are accepted, and what is whole goes on in the end."""
+    monkeypatch.setattr(writer_module, "SCAN_SECONDS", 0.05)
+    real, refusals = getattr(salvage_module, step), [OSError(28, "no space"), full()]
+
+    def refuse(*arguments: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(salvage_module, step, refuse)
+    expected = fill(path, clean=True, batches=1_300)
+    hurt(path, hit)
+    buffer = Buffer(path.parent, BufferLimits(), Told())
+    buffer.start()
+    end = time.monotonic() + PATIENCE
+    numbers: list[int] = []
+    try:
+        append_to(buffer, "during")
+        while len(numbers) < len(expected) and time.monotonic() < end:
+            try:
+                rows, letters, _ = buffer.run(Found._look).result(PATIENCE)
+            except BufferUnusableError:
+                rows = letters = {}  # as a sender would, it comes back
+            numbers = [*rows, *letters]
+            time.sleep(0.02)
+        assert sorted(numbers) == sorted(expected)
+        append_to(buffer, "after")
+    finally:
+        assert buffer.close(PATIENCE)
+
+
+def full() -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorname = "SQLITE_FULL"
+    return error
+
+
+@pytest.mark.parametrize("trouble", ["its salvage", "its opening"])
+def test_a_spool_that_cannot_be_taken_over_just_now_holds_up_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    """Three orphans, trouble with the one in the middle: the others are taken over at once, and told of; it, later."""
+    monkeypatch.setattr(writer_module, "SCAN_SECONDS", 0.05)
+    told = Told()
+    buffer = Buffer(path.parent, BufferLimits(), told)
+    buffer.start()
+    paths = [path.with_name(f"000000000000000{number}-00000000.db") for number in (2, 3, 4)]
+    refused, allowed = threading.Event(), threading.Event()
+    real_salvage, real_open = salvage, Spool.open
+
+    def trying(place: Path) -> None:
+        if place == paths[1] and not allowed.is_set():
+            if caplog.records:
+                refused.set()
+            raise BufferUnusableError(str(place), "busy") from full()
+
+    def salvaging(place: Path, *arguments: Any) -> Any:
+        trying(place)
+        return real_salvage(place, *arguments)
+
+    def opening(place: Path, lock: Any) -> Any:
+        trying(place)
+        return real_open(place, lock)
+
+    ready = path.parent / "ready"
+    ready.mkdir()
+    for place in paths:
+        fill(ready / place.name, clean=True)
+    if trouble == "its salvage":
+        damage_header(ready / paths[1].name)
+        monkeypatch.setattr(directory_module, "salvage", salvaging)
+    else:
+        monkeypatch.setattr(Spool, "open", opening)
+    try:
+        for place in paths:
+            (ready / place.name).rename(place)
+        assert refused.wait(PATIENCE)
+        adopted(told, {paths[0], paths[2]})
+        assert [str(paths[1]) in record.getMessage() for record in warnings_of(caplog)] == [True]
+        allowed.set()
+        adopted(told, set(paths))
+    finally:
+        assert buffer.close(PATIENCE)
+
+
+def adopted(told: Told, expected: set[Path]) -> None:
+    end = time.monotonic() + PATIENCE
+    while (found := {notice.path for notice in told.notices if isinstance(notice, Adopted)}) < expected:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert found == expected
 
 
 # --- unclean stops and books -----------------------------------------------------------------------------------------

@@ -123,18 +123,43 @@ class Machine(RuleBasedStateMachine):
         """It takes a free spool, and over whatever else is free and holds something."""
         if self.processes[number] is not None:
             number = 1 - number
+        others = [] if self.processes[1 - number] is None else self._paths(self.processes[1 - number])
+        free = sorted(path for path in self.directory.glob("*.db") if path not in others)
         process = self.processes[number] = Buffer(self.directory, BufferLimits(), Silent())
         process.start()
+        assert not free or self._paths(process)[0] == free[0], "a restart finds its file, and with it its order"
         holding = self._ask(process, lambda spools: [spool.name for spool in spools])
         self.model.setdefault(holding[0], Expected())
         other = self.processes[1 - number]
         elsewhere = [] if other is None else self._ask(other, lambda spools: [spool.name for spool in spools])
+        self._left_over(process, holding, elsewhere)
+
+    def _paths(self, process: Buffer | None) -> list[Path | None]:
+        assert process is not None
+        return self._ask(process, lambda spools: [spool.path for spool in spools])
+
+    def _left_over(self, process: Buffer, holding: list[str], elsewhere: list[str]) -> None:
+        """After taking over: each spool with something in it is held, by one of the two."""
         assert not set(holding) & set(elsewhere)
         self._held(process)
         for name in self.doubtful.keys() - set(elsewhere):  # nothing of it is there, or it would have been taken over
             self.vanished += [batch for _, batch in self.doubtful.pop(name)]
         waiting = {name for name, expected in self.model.items() if expected.holds_something}
         assert waiting <= {*holding, *elsewhere}, "something is left with nobody to send it"
+
+    @some_run
+    @rule(number=number_of)
+    def adopt(self, number: int) -> None:
+        """The scan that a running process makes every few seconds: it takes over what the other one left."""
+        number, process = self._running(number)
+        before = self._ask(process, lambda spools: [spool.name for spool in spools])
+        told = process.run(lambda spools: [notice.path for notice in spools.scan()]).result(SECONDS)
+        holding = self._ask(process, lambda spools: [spool.name for spool in spools])
+        assert holding[: len(before)] == before, "what it holds stays where it is"
+        assert len(told) <= len(holding) - len(before)
+        other = self.processes[1 - number]
+        elsewhere = [] if other is None else self._ask(other, lambda spools: [spool.name for spool in spools])
+        self._left_over(process, holding, elsewhere)
 
     @some_run
     @rule(number=number_of)

@@ -300,6 +300,12 @@ def test_stamps_are_removed_and_what_a_replay_passes_over_counts_as_reported() -
     assert kinds(check([A, B, C], log_of(a, b, c))) == set()
     assert kinds(check([A, B, C], log_of(a, b, b, a, c))) == {"duplicated"}
     assert kinds(check([A, B, C], log_of(a, b, B, c))) == {"duplicated", "unreported"}
+    # Which of two copies the log has named does not matter: the replay leaves out one of them, the later.
+    for told in ((1, 3), (4, 6)):
+        assert kinds(check([A, B, C], log_of(a, b, b, c), told)) == {"duplicated"}
+    assert kinds(check([A, B, C], log_of(a, b, b, b, c), (1, 3), (7, 9))) == {"duplicated"}
+    assert kinds(check([A, B, C], log_of(a, b, b, c), (1, 6))) == {"duplicated", "overreported"}
+    assert kinds(check([A, B, C], log_of(a, b, c), (1, 3))) == {"overreported"}
     hidden = check([B, A], log_of(b, a))
     assert kinds(hidden) == {"overreported"}
     assert places(hidden.overreported) == [(None, 1, ((3, 3),))]

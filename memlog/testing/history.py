@@ -113,7 +113,8 @@ def check_history(
             each ``extend``.
         held: by conversation, what the server has: items with their numbers, as :func:`read_history` returns them, or
             payloads alone, counted from 0. A conversation that is missing is empty. Of a log with stamps these are
-            removed, and an item that a replay passes over counts as reported.
+            removed, and an item that a replay passes over counts as reported, whichever of its copies
+            the log has named.
         duplicates: the second copies that were reported: ``await log.duplicates()``.
         stored: by conversation, which batches (their places in ``appended``) must be there; the others may be there or
             not, but wholly, once and in order: of a process that was killed, those whose ``stored()`` had not returned,
@@ -204,7 +205,7 @@ def _text(payload: object) -> str:
 class _Log:
     """What the server holds of one conversation, by position; ``seqs`` are what it calls them.
 
-    ``passed_over``: the positions that a replay leaves out for their stamps.
+    ``copies``: the positions of each stamped item; ``passed_over``: those that a replay leaves out for their stamps.
     """
 
     def __init__(self, rows: Sequence[Item | Mapping[str, Any]]) -> None:
@@ -212,6 +213,7 @@ class _Log:
         self.times: list[Any] = []
         self.seqs: list[int] = []
         self.starts: dict[str, list[int]] = defaultdict(list)
+        self.copies: dict[stamps.Stamp, list[int]] = defaultdict(list)
         self.passed_over: set[int] = set()
         newest: dict[str, int] = {}
         for position, row in enumerate(rows):
@@ -224,6 +226,7 @@ class _Log:
             stamp = stamps.read(payload)
             if stamp is not None:
                 payload = stamps.without(payload)
+                self.copies[stamp].append(position)
                 if stamp.number <= newest.get(stamp.writer, -1):
                     self.passed_over.add(position)
                 newest[stamp.writer] = max(stamp.number, newest.get(stamp.writer, -1))
@@ -260,6 +263,11 @@ class _Comparison:
     def run(self) -> None:
         self._check_numbers()
         self.reported = {position for position, seq in enumerate(self.log.seqs) if seq in self.told}
+        # A replay yields the first copy, and the log may have named just that one: one of them is left, either way.
+        for places in self.log.copies.values():
+            read = [p for p in places if p in self.reported and p not in self.log.passed_over]
+            left_out = [p for p in places if p in self.log.passed_over and p not in self.reported]
+            self.reported.difference_update(read[: len(left_out)])
         self.reported |= self.log.passed_over
         self.matched = self._walk() or dict(self._best())
         taken = {p for batch, start in self.matched.items() for p in range(start, start + len(self.batches[batch]))}
