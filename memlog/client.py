@@ -156,7 +156,7 @@ class Client:
         async def page(position: int, size: int) -> list[Item]:
             return await self.replay_page(conversation_id, position, size)
 
-        return Replay(page, offset=offset, limit=limit)
+        return Replay(page, conversation_id=conversation_id, offset=offset, limit=limit)
 
     async def replay_page(self, conversation_id: str, offset: int, limit: int) -> list[Item]:
         """:meth:`replay_memory`, but an answer that takes much memory is ResponseTooLargeError, unless of one item."""
@@ -238,7 +238,8 @@ def _verify(items: list[Item], offset: int, limit: int) -> None:
         if item.seq != expected:
             raise SequenceError("the server's page does not count on", expected=expected, got=_seq(item))
     if len(items) > limit:
-        raise SequenceError("the server's page is longer than asked for", expected=limit, got=len(items))
+        end = offset + limit - 1
+        raise SequenceError("the server's page is longer than asked for", expected=end, got=_seq(items[-1]))
 
 
 def _seq(item: Item) -> int:

@@ -75,9 +75,12 @@ class MemlogError(Exception):
 
     ``status`` is the HTTP status, ``code`` the JSON-RPC or tool error code and ``server_said`` the server's own words
     (trimmed, never a payload), each None where there was none. ``request_id`` is that of the team write which failed.
+    ``next_offset`` is where the replay that raised it goes on, of ``conversation_id``.
     """
 
     request_id: str | None = None
+    conversation_id: str | None = None
+    next_offset: int | None = None
 
     def __init__(
         self,
@@ -100,7 +103,9 @@ class MemlogError(Exception):
 
     def __str__(self) -> str:
         said = f' (the server said: "{self.server_said}")' if self.server_said else ""
-        return f"{super().__str__()}{said}"
+        place = f" of conversation {self.conversation_id}" if self.conversation_id else ""
+        where = "" if self.next_offset is None else f" (to go on from offset {self.next_offset}{place})"
+        return f"{super().__str__()}{said}{where}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({super().__str__()!r})"
@@ -173,6 +178,8 @@ class InvalidRequestError(PermanentError):
 class ConversationFullError(PermanentError):
     """The conversation holds all the items it may (``limit``); go on in a new one."""
 
+    conversation_id: str
+
     def __init__(self, conversation_id: str, limit: int, **details: Any) -> None:
         super().__init__(f"conversation {conversation_id} is full: it may hold at most {limit:,} items", **details)
         self.conversation_id = conversation_id
@@ -239,6 +246,7 @@ class ProtocolError(TransientError):
     """The answer is not what the protocol or the contract calls an answer: a proxy's page, a wrong address, a bug.
 
     ``row`` is the place in its list, from 0, of the one entry that could not be read; None if it is not that.
+    ``code`` is "json" if the answer should be JSON and is not.
     """
 
     def __init__(self, message: str, *, row: int | None = None, **details: Any) -> None:
@@ -301,8 +309,8 @@ class ClosedError(MemlogError):
 class SequenceError(MemlogError):
     """The server's numbering contradicts the contract: ``got`` where ``expected`` should stand.
 
-    ``got`` is None if the item ``expected``, which was read before, is gone or another one by now: the log was changed
-    or reset underneath.
+    ``got`` is None if the item ``expected``, which was read or acknowledged before, is gone or another one by now: the
+    log was changed or reset underneath.
     """
 
     def __init__(self, message: str, *, expected: int, got: int | None, **details: Any) -> None:

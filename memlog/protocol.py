@@ -455,7 +455,7 @@ async def _read(answer: Answer, reply: _Reply, incoming: _Incoming) -> None:
         try:
             value = payload.loads(raw.removeprefix(BOM))
         except ValueError:
-            reply.problem = ProtocolError("the answer is not valid JSON")
+            reply.problem = ProtocolError("the answer is not valid JSON", code="json")
             return
         reply.message = _pick(value, number)
         reply.body = value
@@ -483,7 +483,7 @@ def _first(messages: list[bytes], number: int, *, at_end: bool = False) -> dict[
         except ValueError:
             if at_end:
                 return None
-            raise ProtocolError("an event is not valid JSON") from None
+            raise ProtocolError("an event is not valid JSON", code="json") from None
         if (message := _pick(value, number)) is not None:
             return message
     return None

@@ -4,13 +4,15 @@ Iterators are classes, not generators: ``next_offset`` is right at every moment,
 nothing, and iterating again goes on where it stopped. The end is a page shorter than asked for; nothing else is.
 
 Each page but the first begins with the last item of the one before it, which must still be the same. So a log that is
-reset, restored or cut short while it is read is an error and never a shorter conversation.
+reset, restored or cut short while it is read is an error and never a shorter conversation. So is one that ends before
+what this machine knows to be acknowledged.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import anyio
@@ -21,7 +23,7 @@ from memlog.models import ConversationInfo, HistoryEvent, Item, Record
 from memlog.reconcile import Batches, explain, key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 __all__ = ["Ahead", "Export", "History", "Listing", "Pages", "Pending", "Replay"]
 
@@ -31,13 +33,13 @@ PAGE_ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 """What a page of several items may take on the wire, where each item can be more than four times as long as it is."""
 
 _PAGE_BYTES = 2 * 1024 * 1024  # of items, so that two pages at a time are no burden and a round trip is not felt
+_VALUE_BYTES = 64
 _FIRST_PAGE_ITEMS = 128  # nothing is known of the items yet
 _GROWTH = 8
 _SAMPLE_ITEMS = 16
 _PROBE_PAGES = 16  # that went well before a size is tried that was too large
 _POLL_SECONDS = (0.2, 5.0)
-_WATCH_SECONDS = 0.2  # how long an end may go unnoticed
-_ANYWHERE = 2**62
+_WATCH_SECONDS = 0.2  # how long the end of a log that is followed may go unnoticed
 
 
 class _Pages(Generic[T]):
@@ -70,13 +72,14 @@ class _Pages(Generic[T]):
         self._ready: deque[T] = deque()
         self._at_end = False
         self._closed = False
+        self._waiting: anyio.CancelScope | None = None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         while (entry := self._take()) is None:
-            if self._closed or self._left == 0 or not await self._advance():
+            if self._closed or self._left == 0 or not await self._wait():
                 raise StopAsyncIteration
         return entry
 
@@ -88,9 +91,11 @@ class _Pages(Generic[T]):
         return Pages(self)
 
     async def close(self) -> None:
-        """End the iteration. Leaving it alone is as good: at most one page more is fetched, and thrown away."""
+        """End the iteration, also for whoever waits for it. Leaving it alone is as good."""
         self._closed = True
         self._ready.clear()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def aclose(self) -> None:
         """:meth:`close`, for :func:`contextlib.aclosing`."""
@@ -106,17 +111,22 @@ class _Pages(Generic[T]):
                 return entry
         return None
 
-    def _take_all(self) -> list[T]:
-        """All entries that are here already."""
-        entries = []
-        while (entry := self._take()) is not None:
-            entries.append(entry)
-        return entries
-
     def _hand_over(self, entry: T) -> T | None:
         """The entry as the reader sees it; None to pass over it."""
         self._handed = self._after(entry)
         return entry
+
+    async def _wait(self) -> bool:
+        """:meth:`_advance`, for one task at a time, since two would fetch the same page. False when it is closed."""
+        if self._waiting is not None:
+            raise RuntimeError("somebody waits for this iteration already: each task needs one of its own")
+        self._waiting = scope = anyio.CancelScope()
+        with scope:
+            try:
+                return await self._advance()
+            finally:
+                self._waiting = None
+        return False
 
     async def _advance(self) -> bool:
         """Fetch more; False at the end."""
@@ -133,8 +143,6 @@ class _Pages(Generic[T]):
                 self._size = self._size_max = max(1, size // 2)
                 continue
             # From here on nothing waits: a cancellation has either lost a page that was never seen, or nothing.
-            if self._closed:
-                return False
             self._size = min(self._size * 2, self._size_max)
             self._at_end = len(page) < size
             self._ready.extend(page)
@@ -153,8 +161,10 @@ class Pages(Generic[T]):
         return self
 
     async def __anext__(self) -> list[T]:
-        first = await anext(self._source)
-        return [first, *self._source._take_all()]  # noqa: SLF001 - the other half of one thing
+        page = [await anext(self._source)]
+        while (entry := self._source._take()) is not None:  # noqa: SLF001 - the other half of one thing
+            page.append(entry)
+        return page
 
 
 class Ahead(Protocol):
@@ -166,14 +176,21 @@ class Ahead(Protocol):
 
 
 class Pending(NamedTuple):
-    """What waits to be sent to a conversation: payloads by batch, and ``start``, where the first item should land.
+    """What waited to be sent to a conversation at one moment, when its log had been read up to a position.
 
-    ``start`` is None if nothing of it was ever sent, or nobody can tell. ``echoes`` as in LaneFacts.
+    ``sizes`` has the bytes and items of each batch, in order. ``load(first, last)`` gives the bodies of those from
+    ``first`` on, without ``last``; for one that was acknowledged since its range, for one that is gone None.
+
+    ``start`` is where the first item should land, None if it was never sent or nobody can tell; ``echoes`` as in
+    LaneFacts. ``beyond``: what says that the log is longer than it was read. ``length``: what it must have at least.
     """
 
-    start: int | None
-    batches: list[list[dict[str, Any]]]
+    sizes: Sequence[tuple[int, int]]
+    load: Callable[[int, int], Awaitable[Sequence[bytes | tuple[int, int] | None]]]
+    start: int | None = None
     echoes: tuple[Batches, ...] = ()
+    beyond: frozenset[object] = frozenset()
+    length: int = 0
 
 
 class _Request(NamedTuple):
@@ -192,47 +209,60 @@ class Replay(_Pages[Item]):
     stamp, and once however often the log holds them, unless ``raw``. ``limit`` bounds the number of items. With
     ``follow`` the end of the log is waited at for more, until it is closed.
 
-    Waiting for a page is the only await: cancelled there, the same object goes on from ``next_offset``. A page holds
-    about 2 MiB of items, 1,000 at most. From a :class:`~memlog.MemoryLog` the next one is fetched meanwhile.
+    Waiting for a page is the only await: cancelled there, the same object goes on from ``next_offset``. One task at a
+    time may wait (RuntimeError). A page holds about 2 MiB of items, 1,000 at most. From a :class:`~memlog.MemoryLog`
+    the next one is fetched meanwhile.
 
     Raises, from a :class:`~memlog.MemoryLog`: MemoryUnavailableError if the server cannot be read (which is not an end
     of the log), AuthenticationError, SequenceError if the server's numbering contradicts the contract or an item that
-    was read is gone or changed, ResponseTooLargeError if a single item is more than an answer may hold (smaller pages
-    are tried before). Iterating on tries again, from ``next_offset``. An item that cannot be read is an error when its
-    turn comes, and can be passed over with :meth:`skip`.
+    was read or acknowledged is gone or changed, ResponseTooLargeError if a single item is more than an answer may hold
+    (smaller pages are tried before), ClosedError if the log was closed. The error's ``conversation_id`` and
+    ``next_offset`` say where to go on; iterating on tries again from there. An item that cannot be read is an error
+    when its turn comes, and can be passed over with :meth:`skip`.
     """
 
     def __init__(
         self,
         fetch: Callable[[int, int], Awaitable[list[Item]]],
         *,
+        conversation_id: str | None = None,
         offset: int = 0,
         limit: int | None = None,
-        pending: Callable[[int], Awaitable[Pending | None]] | None = None,
+        pending: Callable[[int], Awaitable[Pending]] | None = None,
         raw: bool = False,
         begin: Iterable[Item] = (),
+        at_end: bool = False,
         ahead: Callable[[int, int], Ahead] | None = None,
         degrade: bool = False,
         degraded: bool = False,
         follow: Callable[[], bool] | None = None,
     ) -> None:
-        """For ``degrade`` see :meth:`Conversation.replay`; ``follow()`` says whether there is still a log to follow."""
+        """``begin``: the items before ``offset``, read already; ``at_end``: the log was seen to end there.
+
+        ``pending(position)`` tells what waits. For ``degrade`` see :meth:`Conversation.replay`; ``follow()`` says
+        whether there is still a log to follow.
+        """
         super().__init__(
             fetch, _behind_item, position=offset, limit=limit, page=(_FIRST_PAGE_ITEMS, limits.PAGE_ITEMS_MAX)
         )
-        self._pending = pending
+        self._conversation_id = conversation_id
         self._raw = raw
         self._seen: dict[str, int] = {}  # the highest number of each writer
         self._ready.extend(begin)
+        self._at_end = at_end or degraded
         self._last: tuple[object, bytes] | None = None  # time and key of the item before the position
         self._good_pages = 0
         self._probe_pages = _PROBE_PAGES
-        self._readable: int | None = None  # items before one that cannot be read
+        self._bad = range(0)  # somewhere in it stands an item that cannot be read
         self._unreadable: int | None = None
         self._begin_ahead = ahead
         self._ahead: tuple[_Request, Ahead] | None = None
+        self._look = pending
+        self._beyond: frozenset[object] = frozenset()  # of the last look; the log was read once more since
+        self._pending: Pending | None = None
+        self._batches = 0  # of it that were handed over, or stood in the pages
         self._degrade = degrade
-        self._degraded = self._at_end = degraded
+        self._degraded = degraded
         self._follow = follow
         self._poll = _POLL_SECONDS[0]
 
@@ -254,7 +284,10 @@ class Replay(_Pages[Item]):
         self._handed = self._position = self._handed + 1
 
     async def close(self) -> None:
-        """End the iteration. Leaving it alone is as good: at most one page more is fetched, and thrown away."""
+        """End the iteration, also for whoever waits for it.
+
+        Leaving it alone is as good: at most one page more is fetched, and thrown away.
+        """
         await super().close()
         if self._ahead is not None:
             self._ahead[1].drop()
@@ -263,8 +296,7 @@ class Replay(_Pages[Item]):
     def _hand_over(self, entry: Item) -> Item | None:
         if entry.seq is not None:
             self._handed = entry.seq + 1
-        stamp = None if self._raw else stamps.read(entry.payload)
-        if stamp is None:
+        if self._raw or stamps.KEY not in entry.payload or (stamp := stamps.read(entry.payload)) is None:
             return entry
         if stamp.number <= self._seen.get(stamp.writer, -1):
             return None  # another copy, or the original of one that was sent from here and is still thought to wait
@@ -272,39 +304,37 @@ class Replay(_Pages[Item]):
         return replace(entry, payload=stamps.without(entry.payload))
 
     async def _advance(self) -> bool:
-        if self._follow is not None:
-            return await self._tail(self._follow)
+        try:
+            return await (self._read_on() if self._follow is None else self._tail(self._follow))
+        except MemlogError as error:
+            error.conversation_id, error.next_offset = self._conversation_id, self._handed
+            raise
+
+    async def _read_on(self) -> bool:
+        """The next page, or the next of what waits; False behind both."""
         while True:
             try:
-                if not self._at_end and await self._next_page():
-                    return True
-                if self._closed:
-                    return False
                 if not self._at_end:
-                    continue
-                if self._pending is None:
+                    if await self._next_page():
+                        return True
+                elif self._pending is not None:
+                    return await self._next_pending(self._pending)
+                elif self._look is not None:
+                    await self._look_for_pending(self._look)
+                else:
                     return False
-                waiting = await self._pending(_ANYWHERE if self._degraded else self._position)
-                if waiting is None:  # something was acknowledged behind the page that looked like the last one
-                    self._at_end = False
-                    continue
-                here = 0 if self._degraded else await self._landed(waiting)
             except MemoryUnavailableError:
                 if not self._degrade or self._unreadable is not None:
                     raise
                 self._degraded = self._at_end = True
-                continue
-            self._pending = None
-            self._ready.extend(Item(None, None, payload) for batch in waiting.batches[here:] for payload in batch)
-            return bool(self._ready)
 
     async def _tail(self, lives: Callable[[], bool]) -> bool:
         """The next page, however long it takes; False when there is no log any more."""
-        while not self._closed and lives():
+        while lives():
             if self._at_end:
                 watch = anyio.current_time() + self._poll
-                # In steps: it may be ended from another loop or thread, which no anyio.Event can be.
-                while (left := watch - anyio.current_time()) > 0 and not self._closed and lives():  # noqa: ASYNC110
+                # In steps: the log may be closed from another loop or thread, which no anyio.Event can be.
+                while (left := watch - anyio.current_time()) > 0 and lives():  # noqa: ASYNC110
                     await anyio.sleep(min(left, _WATCH_SECONDS))
                 self._poll = min(self._poll * 1.5, _POLL_SECONDS[1])
                 self._at_end = False
@@ -332,18 +362,15 @@ class Replay(_Pages[Item]):
                     ahead = None
                     page = await self._fetch(request.position - request.known, request.known + request.size)
             except ResponseTooLargeError:
-                if request.size == 1:
+                if request.known + request.size == 1:
                     raise
                 self._shrink(request.size)
                 continue
             except MemlogError as error:
-                self._look_for_the_item(error, request)
+                await self._look_for_the_item(error, request)
                 continue
             # From here on nothing waits: a cancellation has either lost a page that was never seen, or nothing.
-            if self._closed:
-                return False
             new = self._checked(page, request)
-            self._readable = None
             # What was fetched ahead may have ended where the log did then; it ends where it does when that is reached.
             self._at_end = len(new) < request.size and ahead is None
             self._ready.extend(new)
@@ -356,11 +383,15 @@ class Replay(_Pages[Item]):
                 return bool(new)
 
     def _request(self) -> _Request:
-        size = self._size if self._readable is None else min(self._size, self._readable)
+        size = self._size
+        if self._position < self._bad.stop:
+            # Up to the bad item where its place is known; else it is looked for by halves.
+            good = self._bad.start - self._position
+            size = min(size, good if good > 0 else (self._bad.stop - self._position) // 2)
         if self._left is not None:
-            size = max(1, min(size, self._left - len(self._ready)))
-        known = 1 if self._last is not None and size > 1 else 0
-        return _Request(self._position, min(size, limits.PAGE_ITEMS_MAX - known), known)
+            size = min(size, self._left - len(self._ready))
+        known = 1 if self._last is not None and self._size_max > 1 else 0  # else an answer can hold only one
+        return _Request(self._position, max(1, min(size, limits.PAGE_ITEMS_MAX - known)), known)
 
     def _look_ahead(self) -> None:
         if self._begin_ahead is not None and (self._left is None or self._left > len(self._ready)):
@@ -379,7 +410,7 @@ class Replay(_Pages[Item]):
         """Let the size of pages follow that of items, and ask for the last item again."""
         self._last = _identity(page[-1])
         sample = page[:: -(-len(page) // _SAMPLE_ITEMS)]
-        average = sum(map(_length, sample)) // len(sample) + 1
+        average = sum(map(_weight, sample)) // len(sample) + 1
         self._good_pages += 1
         if self._good_pages >= self._probe_pages and self._size_max < limits.PAGE_ITEMS_MAX:
             self._size_max = min(2 * self._size_max, limits.PAGE_ITEMS_MAX)
@@ -393,46 +424,114 @@ class Replay(_Pages[Item]):
         self._size = self._size_max = max(1, size // 4)
         self._good_pages = 0
 
-    def _look_for_the_item(self, error: MemlogError, request: _Request) -> None:
-        """Raise ``error``, unless only one item of the page is at fault and there are others before it to be read."""
-        cause = error if isinstance(error, ProtocolError) else error.__cause__
-        row = cause.row if isinstance(cause, ProtocolError) else None
-        if row is None or row < request.known or row - request.known >= request.size:
+    async def _look_for_the_item(self, error: MemlogError, request: _Request) -> None:
+        """Raise ``error``, unless one item of the page is at fault and there may be others before it to be read."""
+        bad = _at_fault(error, request)
+        if bad is None:
             raise error
-        if row == request.known:
+        if _row(error) is None and request.position >= self._bad.stop and not await self._can_answer():
+            raise error  # it is not about any item
+        self._bad = bad
+        if len(bad) == 1 and bad.start == request.position:
             self._unreadable = request.position
             error.add_note(f"this is item {request.position}; Replay.skip() passes over it")
             raise error
-        self._readable = row - request.known
+
+    async def _can_answer(self) -> bool:
+        """Whether the server answers properly where no item can stand."""
+        try:
+            await self._fetch(limits.CONVERSATION_ITEMS_MAX, 1)
+        except MemlogError:
+            return False
+        return True
 
     # --- pending
 
-    async def _landed(self, waiting: Pending) -> int:
-        """How many of the waiting batches were in the pages already: sent, stored there, the answer on its way."""
-        if waiting.start is None or not waiting.batches or waiting.start >= self._position:
+    async def _look_for_pending(self, look: Callable[[int], Awaitable[Pending]]) -> None:
+        """See what waits, unless that shows that the log has not been read to its end."""
+        found = await look(self._position)
+        here: int | None = 0
+        if not self._degraded:
+            if found.beyond and found.beyond != self._beyond:
+                # Something was acknowledged behind the page that looked like the last one.
+                self._beyond, self._at_end = found.beyond, False
+                return
+            if found.length > self._position:
+                self._beyond, self._at_end = frozenset(), False
+                raise SequenceError("the log ends before what it acknowledged", expected=self._position, got=None)
+            here = await self._landed(found)
+        if here is not None:
+            self._pending, self._batches = found, here
+
+    async def _landed(self, waiting: Pending) -> int | None:
+        """How many of the waiting batches were in the pages already: sent, stored there, the answer on its way.
+
+        None if the answer of one came just now: what waits has to be looked at again.
+        """
+        start = self._position if waiting.start is None else waiting.start
+        items = self._position - start
+        leading = sum(total <= items for total in accumulate(count for _, count in waiting.sizes))
+        if not leading or items > limits.PAGE_ITEMS_MAX:
             return 0
-        if self._position - waiting.start > limits.PAGE_ITEMS_MAX:
-            return 0
-        keys = [[key(payload) for payload in batch] for batch in waiting.batches]
-        found = explain(keys, await self._again(waiting.start), waiting.start, echoes=waiting.echoes)
+        bodies = await waiting.load(0, leading)
+        if any(isinstance(body, tuple) for body in bodies):
+            return None
+        batches = [payload.decode_items(body) if isinstance(body, bytes) else [] for body in bodies]
+        try:
+            there = await self._again(start, self._position)
+        except MemlogError as error:
+            if _at_fault(error, _Request(start, items, 0)) is None:
+                raise
+            return 0  # what nobody can read is nothing of ours
+        keys = [[key(entry) for entry in batch] for batch in batches]
+        found = explain(keys, there, start, echoes=waiting.echoes)
         return 0 if found is None else found.batches
 
-    async def _again(self, start: int) -> list[Item]:
-        """What the pages held from ``start`` on."""
-        there: list[Item] = []
-        while (left := self._position - start - len(there)) > 0:
-            size = min(left, limits.PAGE_ITEMS_MAX)
-            while True:
-                try:
-                    page = await self._fetch(start + len(there), size)
+    async def _next_pending(self, pending: Pending) -> bool:
+        """Make ready about a page of what waits; False if nothing is left."""
+        while (first := self._batches) < len(pending.sizes):
+            last, size = first, 0
+            while last < len(pending.sizes) and last - first < limits.PAGE_ITEMS_MAX:
+                size += pending.sizes[last][0]
+                if last > first and size > _PAGE_BYTES:
                     break
-                except ResponseTooLargeError:
-                    if size == 1:
-                        raise
-                    size = max(1, size // 4)
+                last += 1
+            found = _joined(await pending.load(first, last))
+            payloads = [entry for part in found for entry in await self._payloads(part)]
+            self._batches = last
+            self._ready.extend(Item(None, None, entry) for entry in payloads)
+            if payloads:
+                return True
+        return False
+
+    async def _payloads(self, found: bytes | tuple[int, int] | None) -> list[dict[str, Any]]:
+        if isinstance(found, bytes):
+            return payload.decode_items(found)
+        if found is None:  # refused meanwhile: it does not wait any more
+            return []
+        try:  # acknowledged meanwhile: it is in the log
+            return [item.payload for item in await self._again(found[0], found[1] + 1)]
+        except MemoryUnavailableError:
+            if not self._degraded:
+                raise
+            return []
+
+    async def _again(self, start: int, stop: int) -> list[Item]:
+        """These items of the log, whose end was seen to be behind them."""
+        there: list[Item] = []
+        size = limits.PAGE_ITEMS_MAX
+        while (place := start + len(there)) < stop:
+            size = min(size, stop - place)
+            try:
+                page = await self._fetch(place, size)
+            except ResponseTooLargeError:
+                if size == 1:
+                    raise
+                size = max(1, size // 4)
+                continue
+            if not page:
+                raise SequenceError("the log is not what it was while it was read", expected=place, got=None)
             there += page
-            if len(page) < size:
-                break
         return there
 
 
@@ -446,11 +545,39 @@ def _identity(item: Item) -> tuple[object, bytes]:
     return item.recorded_at, key(item.payload)
 
 
-def _length(item: Item) -> int:
+def _weight(item: Item) -> int:
+    """The bytes of an item, and something for each value in it: small ones take many times as much in memory."""
     try:
-        return len(payload.dumps(item.payload))
+        data = payload.dumps(item.payload)
     except (MemlogError, ValueError, RecursionError):
         return limits.ITEM_BYTES_MAX  # somebody else's, and nothing that memlog would have sent
+    return len(data) + _VALUE_BYTES * (data.count(b"{") + data.count(b"[") + data.count(b'","'))
+
+
+def _joined(found: Iterable[bytes | tuple[int, int] | None]) -> list[bytes | tuple[int, int] | None]:
+    """Ranges that follow each other as one, which takes one call."""
+    joined: list[bytes | tuple[int, int] | None] = []
+    for part in found:
+        before = joined[-1] if joined else None
+        if isinstance(part, tuple) and isinstance(before, tuple) and before[1] + 1 == part[0]:
+            joined[-1] = before[0], part[1]
+        else:
+            joined.append(part)
+    return joined
+
+
+def _at_fault(error: MemlogError, request: _Request) -> range | None:
+    """Where in the page the item stands that cannot be read; None if it is not that which ``error`` is about."""
+    new, row = range(request.position, request.position + request.size), _row(error)
+    if row is None:
+        return new if error.code == "json" else None  # one bad value, and the whole answer is no JSON
+    place = request.position - request.known + row
+    return range(place, place + 1) if place in new else None
+
+
+def _row(error: MemlogError) -> int | None:
+    cause = error if isinstance(error, ProtocolError) else error.__cause__
+    return cause.row if isinstance(cause, ProtocolError) else None
 
 
 class Listing:
@@ -466,6 +593,7 @@ class Listing:
         self._last: str | None = None
         self._first: str | None = None  # of the last page
         self._at_end = False
+        self._lock = anyio.Lock()
 
     def __aiter__(self) -> Self:
         return self
@@ -474,7 +602,9 @@ class Listing:
         while not self._ready:
             if self._at_end:
                 raise StopAsyncIteration
-            await self._next_page()
+            async with self._lock:
+                if not self._ready and not self._at_end:
+                    await self._next_page()
         return self._ready.popleft()
 
     async def _next_page(self) -> None:

@@ -176,7 +176,7 @@ WRONG_PAGES: dict[str, tuple[Callable[[int, int], object], int, int]] = {
         128,
     ),
     "the first page again": (lambda offset, limit: page(*range(limit)), 127, 0),
-    "longer than asked for": (lambda offset, limit: page(*range(offset, offset + limit + 1)), 128, 129),
+    "longer than asked for": (lambda offset, limit: page(*range(offset, offset + limit + 1)), 127, 128),
 }
 
 
@@ -211,6 +211,11 @@ SHAPELESS: dict[str, Any] = {
     "no number": [{"recorded_at": NOW.isoformat(), "payload": {}}],
     "no time": [{"seq": 0, "payload": {}}],
     "seconds for a time": [{**page(0)[0], "recorded_at": 1758791642}],
+    "a week for a time": [{**page(0)[0], "recorded_at": "2026-W39-5T09:14:02Z"}],
+    "a time without separators": [{**page(0)[0], "recorded_at": "20260925T091402Z"}],
+    "an hour for a time": [{**page(0)[0], "recorded_at": "2026-09-25T09Z"}],
+    "a time without a zone": [{**page(0)[0], "recorded_at": "2026-09-25T09:14:02"}],
+    "a time beyond all times": [{**page(0)[0], "recorded_at": "9999-12-31T23:59:60Z"}],
     "no payload": [{"seq": 0, "recorded_at": NOW.isoformat()}],
     "a payload that is text": [{**page(0)[0], "payload": '{"n":0}'}],
     "a payload that is null": [{**page(0)[0], "payload": None}],
@@ -228,6 +233,26 @@ async def test_an_answer_of_another_shape_is_an_error_and_no_end(items: Any, tmp
                 await numbers(log.conversation(CHAT).replay())
             assert isinstance(caught.value.__cause__, ProtocolError)
             assert len([seen for seen in server.seen if seen.method == "tools/call"]) == QUICK.attempts
+
+
+@pytest.mark.anyio
+@pytest.mark.contract("C7")
+@pytest.mark.parametrize(
+    ("text", "time"),
+    [
+        ("2026-09-25t09:14:02z", datetime(2026, 9, 25, 9, 14, 2, tzinfo=UTC)),
+        ("2026-09-25 09:14:02.5-00:00", datetime(2026, 9, 25, 9, 14, 2, 500_000, tzinfo=UTC)),
+        ("2026-09-25T09:14:02.123456789+02:00", datetime(2026, 9, 25, 7, 14, 2, 123_456, tzinfo=UTC)),
+        ("2026-06-30T23:59:60Z", datetime(2026, 7, 1, tzinfo=UTC)),
+    ],
+    ids=["small letters", "a blank and no zone known", "nanoseconds", "a leap second"],
+)
+async def test_each_way_to_write_a_time_is_understood(text: str, time: datetime, tmp_path: Path) -> None:
+    """C7: RFC 3339 has several, and Python's own reader neither all of them nor only those."""
+    items = [{**page(0)[0], "recorded_at": text}]
+    with answering(lambda offset, limit: items if offset == 0 else []) as server, anyio.fail_after(PATIENCE):
+        async with open_log(server.url, buffer_dir=tmp_path, retry=QUICK) as log:
+            assert [item.recorded_at async for item in log.conversation(CHAT).replay()] == [time]
 
 
 @pytest.mark.anyio
