@@ -209,6 +209,12 @@ class Buffer:
         return writer.books if writer is not None else Books()
 
     @property
+    def earlier(self) -> Books:
+        """The counters of the site's spools that are gone, whoever held them, as of the last look round."""
+        writer = self._writer
+        return writer.earlier if writer is not None else Books()
+
+    @property
     def unstored_bytes(self) -> int:
         """Payload bytes accepted and not yet on disk."""
         writer = self._writer
@@ -227,7 +233,8 @@ class Buffer:
     @property
     def spools_held(self) -> int:
         """How many spool files this process holds."""
-        return self._writer.held if self._writer is not None else 0
+        writer = self._writer
+        return writer.held if writer is not None and not writer.ended.done() else 0
 
     @property
     def spool_path(self) -> Path | None:
@@ -259,7 +266,11 @@ class Buffer:
     def _before_fork(self) -> bool:
         """Whether the writer is at rest now; it is not if its disk is stuck, and the fork goes on all the same."""
         self._lock.acquire()
-        return self._writer is not None and self._writer.at_rest.acquire(timeout=_FORK_WAIT_SECONDS)
+        try:
+            return self._writer is not None and self._writer.at_rest.acquire(timeout=_FORK_WAIT_SECONDS)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def _after_fork_in_parent(self, at_rest: bool) -> None:
         if at_rest and self._writer is not None:
@@ -286,8 +297,9 @@ def _hook_forks() -> None:
 
     def before() -> None:
         # In one order: two threads that fork at once would wait for each other otherwise.
-        buffers = sorted(_alive, key=id)
-        held.buffers = [(buffer, buffer._before_fork()) for buffer in buffers]  # noqa: SLF001 - the buffer's own hooks
+        held.buffers = []
+        for buffer in sorted(_alive, key=id):
+            held.buffers.append((buffer, buffer._before_fork()))  # noqa: SLF001 - the buffer's own hooks
 
     def in_parent() -> None:
         for buffer, at_rest in held.__dict__.pop("buffers", ()):
@@ -295,7 +307,8 @@ def _hook_forks() -> None:
 
     def in_child() -> None:
         after_fork_in_child()
-        for buffer, _ in held.__dict__.pop("buffers", ()):
+        held.__dict__.clear()
+        for buffer in list(_alive):
             buffer._after_fork_in_child()  # noqa: SLF001
 
     system.at_fork(before=before, in_parent=in_parent, in_child=in_child)

@@ -32,6 +32,8 @@ logger = logging.getLogger("memlog")
 T = TypeVar("T")
 
 _STOP_SECONDS = 1.0
+_FORK_WAIT_SECONDS = 10.0  # the imports of a first request take as long where the machine has much else to do
+_PAUSE_SECONDS = 30.0  # of a fork that is never over; it waits for a disk that does not answer, say
 
 
 def waker(call: Callable[[], object]) -> Callable[[], None]:
@@ -123,6 +125,26 @@ class Engine:
             future.cancel()
             raise
 
+    def pause(self, timeout: float) -> Callable[[], None]:
+        """Wait until the loop is between two steps, ``timeout`` seconds at most; it goes on when the result is called.
+
+        Nothing in its thread is half done then, an import above all.
+        """
+        here, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            here.set()
+            go.wait(_PAUSE_SECONDS)
+
+        if not self.is_here():
+            self.soon(hold)
+            try:
+                here.wait(timeout)
+            except BaseException:
+                go.set()
+                raise
+        return go.set
+
     def stop(self, timeout: float) -> None:
         """End the thread, with the process: what runs there stays as it is, and who waits for it is not woken."""
         self._stopping = True
@@ -135,9 +157,14 @@ async def _as_coroutine(function: Callable[..., Awaitable[T]], args: Any, option
     return await function(*args, **options)
 
 
+def is_own_thread() -> bool:
+    """Whether the caller runs in a thread of memlog's that others wait for."""
+    return threading.current_thread().name in ("memlog-engine", "memlog-writer")
+
+
 def refuse_own_thread() -> None:
     """Raise RuntimeError in a thread that a blocking call would wait for."""
-    if threading.current_thread().name in ("memlog-engine", "memlog-writer"):
+    if is_own_thread():
         msg = "a blocking call from memlog's own thread would wait for itself; use another thread"
         raise RuntimeError(msg)
 
@@ -177,6 +204,47 @@ class _Process:
 
 
 _process = _Process()
+
+
+_hooked = False
+_forking = threading.local()  # several threads may fork at once; each runs its hooks itself
+
+
+def pause_at_forks() -> None:
+    """From now on fork while the engine pauses, and before that buffers do: call it when there is a buffer.
+
+    In a child each lock is as it was, and the thread that would release it is not there. Imports have locks of their
+    own: a child that was forked while the engine imported what its first request needs could never import that itself.
+    """
+    global _hooked  # noqa: PLW0603 - the hooks cannot be taken back
+    if not _hooked:
+        _hooked = True
+        system.at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_forget_the_pause)
+
+
+def _before_fork() -> None:
+    process = _process
+    resume = _forking.resume = []
+    while True:
+        # Paused without the lock, which a step may want; looked at once more with it, so that none starts meanwhile.
+        seen = process.engine
+        if seen is not None and seen.thread.is_alive():
+            resume.append(seen.pause(_FORK_WAIT_SECONDS))
+        if not process.lock.acquire(timeout=_FORK_WAIT_SECONDS):
+            return
+        resume.append(process.lock.release)
+        if process.engine is seen:
+            return
+        resume.pop()()
+
+
+def _after_fork_in_parent() -> None:
+    for call in _forking.__dict__.pop("resume", ()):
+        call()
+
+
+def _forget_the_pause() -> None:
+    _forking.__dict__.clear()
 
 
 def _after_fork_in_child() -> None:

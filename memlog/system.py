@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import stat
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _PRIVATE_DIRECTORY = 0o700
 _PRIVATE_FILE = 0o600
+_WORKER_EXIT_PRIORITY = -100  # behind the users' own
 
 _VOLATILE = {
     "tmpfs": "it is in memory (tmpfs) and gone at a reboot",
@@ -211,6 +213,23 @@ def keep_parked() -> None:
             import ctypes  # noqa: PLC0415 - late, and for processes that end with something parked
 
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(_parked))
+
+
+def at_worker_exit(call: Callable[[], None]) -> None:
+    """Run ``call`` also where a process of multiprocessing's ends, which passes by the hooks of :mod:`atexit`.
+
+    To be called at the import, and again in a forked child: whatever forks for multiprocessing forgets it at first.
+    """
+    util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
+    if util is None or process is None:
+        return  # this is no process of its making
+
+    def register(_: object) -> None:
+        util.Finalize(None, call, exitpriority=_WORKER_EXIT_PRIORITY)
+
+    util.register_after_fork(call, register)
+    if process.parent_process() is not None:
+        register(None)
 
 
 def at_fork(

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from memlog import inbox, system
+from memlog import inbox, ledger, system
 from memlog.directory import open_spools
 from memlog.errors import BufferUnusableError, ClosedError, MemlogError
 from memlog.schema import DamagedError, error_name, is_damage, is_passing
@@ -152,13 +152,14 @@ class Writer:
 
     def __init__(self, directory: Path | None, listener: Listener, allocate: Callable[[], int]) -> None:
         self.queue: queue.SimpleQueue[Accepted | Command | None] = queue.SimpleQueue()
-        self.at_rest = threading.Lock()  # held while a transaction is open
+        self.at_rest = threading.RLock()  # held by this thread while it is in SQLite, whose locks a fork would copy
         self.committed_bytes = 0
         self.broken: BufferUnusableError | None = None
         self.full = False  # the disk takes nothing new, and acknowledgements have the room of the reserve
         self.books = Books()
         self.oldest: int | None = None
         self.held = 1
+        self.earlier = Books()  # of the site's spools that are gone, as of the last look round
         self.sealed: frozenset[str] = frozenset()  # when it was opened
         self._listener = listener
         self._allocate = allocate
@@ -206,7 +207,7 @@ class Writer:
             while not self._stopping or self._group or self._accepted or self._commands:
                 self._turn()
             self._refuse(self._reads, ClosedError("the log is closed"))
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error), self.at_rest:
                 self.spools.close()
         finally:
             if not self._stopping:
@@ -232,11 +233,12 @@ class Writer:
         """After an interruption, which may have come between the commit and the telling."""
         own = self.spools.own
         group = []
-        for entry in self._accepted:
-            first = entry[1][0].id
-            if not own.is_pending(first) and own.outcome(first) is None:
-                break
-            group.append(entry)
+        with self.at_rest:
+            for entry in self._accepted:
+                first = entry[1][0].id
+                if not own.is_pending(first) and own.outcome(first) is None:
+                    break
+                group.append(entry)
         self._publish()
         self._finish_puts(group)
 
@@ -291,7 +293,7 @@ class Writer:
                 self._commit(rows_too=due)
             self.spools.unstored = [row for _, rows in self._accepted for row in rows]
         if self.spools.adopted:
-            self._look_after(self.spools.release_drained)
+            self._look_after(self._release_drained)
         reads, self._reads = self._reads, []
         for command in reads:
             if command.after_puts and self._accepted:
@@ -318,7 +320,8 @@ class Writer:
     def _read(self, command: Command) -> None:
         for attempt in range(2):
             try:
-                result = command.function(self.spools)
+                with self.at_rest:
+                    result = command.function(self.spools)
             except (sqlite3.Error, DamagedError) as error:
                 if attempt == 0 and is_damage(error) and self._repair(error):
                     continue
@@ -396,9 +399,10 @@ class Writer:
         return done
 
     def _undo(self) -> None:
-        for spool in self.spools:
-            with contextlib.suppress(sqlite3.Error):
-                spool.rollback()
+        with self.at_rest:
+            for spool in self.spools:
+                with contextlib.suppress(sqlite3.Error):
+                    spool.rollback()
 
     def _finish(self, group: list[tuple[Accepted, list[NewRow]]], done: list[tuple[Command, Any]]) -> None:
         """Tell everybody that it is on disk."""
@@ -427,14 +431,14 @@ class Writer:
     def _get_over(self, error: sqlite3.Error | OSError | DamagedError) -> bool:
         """Whether to try again at once; else it is tried later, or never again."""
         if isinstance(error, OSError) or (isinstance(error, sqlite3.Error) and is_passing(error)):
+            if not self._trouble:
+                self._trouble = True  # told first: from here on appends may be refused
+                self._tell(self._listener.disk_trouble, f"{error} ({error_name(error) or type(error).__name__})")
             if error_name(error) in ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"):
                 self._make_room()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._break(error)
                 return False
-            if not self._trouble:
-                self._trouble = True
-                self._tell(self._listener.disk_trouble, f"{error} ({error_name(error) or type(error).__name__})")
             self._try_later()
             return False
         if self._repair(error):
@@ -531,6 +535,10 @@ class Writer:
         self._notice(news)
         self._keep_house()
 
+    def _release_drained(self) -> None:
+        with self.at_rest:
+            self.spools.release_drained()
+
     def _keep_house(self) -> None:
         now = time.monotonic()
         if self.spools.directory is not None and now >= self._scan_at:
@@ -560,15 +568,20 @@ class Writer:
         with self.at_rest:
             news = self.spools.scan()
         self._notice(news)
+        if self.spools.directory is not None:
+            with contextlib.suppress(OSError):  # sums are not worth stopping for
+                self.earlier = ledger.totals(self.spools.directory)
 
     def _obey(self) -> None:
         """Carry out commands from outside."""
         for spool, file, intent in self.spools.intents():
+            with self.at_rest:
+                count = len(inbox.letters_of(spool, intent))
             if spool is self.spools.own:
-                # Asked for outside the transaction: whoever forks keeps others from numbers, and waits for its end.
-                ids = iter([self._allocate() for _ in inbox.letters_of(spool, intent)])
+                # Asked for when at rest: whoever forks keeps others from numbers, and waits for that.
+                ids = iter([self._allocate() for _ in range(count)])
             else:
-                ids = iter(range(spool.books.next_id, spool.books.next_id + len(inbox.letters_of(spool, intent))))
+                ids = iter(range(spool.books.next_id, spool.books.next_id + count))
             try:
                 with self.at_rest:
                     spool.begin()
@@ -599,7 +612,7 @@ class Writer:
     def _publish(self) -> None:
         self.books = self.spools.books
         self.held = 1 + len(self.spools.adopted)
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.Error), self.at_rest:
             self.oldest = self.spools.oldest_pending()
 
     def _notice(self, news: Iterable[Notice]) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from books import QUICK, warnings_of
 
+import memlog.sync
 from memlog.buffer import Accepted, Buffer, BufferLimits
 from memlog.errors import BufferFullError, BufferUnusableError
 from memlog.payload import encode_batch
@@ -20,9 +25,12 @@ from memlog.spool import Spool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from memlog.directory import Spools
+    from memlog.sync import SyncMemoryLog
+    from memlog.testing import ReferenceServer
+
+resource = pytest.importorskip("resource")
 
 PATIENCE = 20.0
 LANE = "c_11111111"
@@ -49,15 +57,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    why_not = command_fails("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place))
+    if why_not:
+        pytest.skip(f"a small disk cannot be mounted here: {why_not}")
+    yield place
+    assert command_fails("umount", "-l", str(place)) is None
+
+
+def command_fails(*command: str) -> str | None:
+    """Why the command failed, or None."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except OSError as error:
-        pytest.skip(f"a small disk cannot be mounted here: {error}")
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], timeout=PATIENCE, check=True)
+        return str(error)
+    return (done.stderr.strip() or f"{command[0]} failed") if done.returncode else None
 
 
 def opened(directory: Path, told: Told | None = None) -> Buffer:
@@ -78,6 +91,12 @@ def wait(accepted: Accepted) -> None:
     accepted.when_stored(stored.set)
     assert stored.wait(PATIENCE)
     assert accepted.is_stored()
+
+
+def assert_patient(attempts: list[float]) -> None:
+    """Those to store something were made seldom and ever seldomer, whatever was asked of the buffer meanwhile."""
+    pauses = [later - earlier for earlier, later in pairwise(attempts)]
+    assert all(pause >= 0.9 * min(0.05 * 2**n, 2.0) for n, pause in enumerate(pauses)), pauses
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -145,8 +164,7 @@ def test_on_a_full_disk_acknowledgements_go_through_and_then_appends_again(small
         stored = numbers(buffer)
         assert stored[:20] == list(range(20))
         waiting = buffer.run(lambda spools: spools.waiting(LANE, 0)).result(PATIENCE)
-        assert waiting is not None
-        assert len(waiting[1]) == 20 + len(taken)
+        assert len(waiting.places) == 20 + len(taken)
         # The sender drains; each of these is a transaction of its own on a disk without a free byte.
         for _ in range(10):
             acknowledge_first(buffer, 2)
@@ -253,6 +271,7 @@ def test_a_disk_that_refuses_everything_is_waited_for_and_reads_go_on(
         broken.clear()
         for accepted in taken:
             wait(accepted)
+        assert_patient(attempts)
         assert stored.result(PATIENCE)
         assert numbers(buffer) == list(range(6))
         until(lambda: len(told.trouble) == 2)
@@ -261,8 +280,107 @@ def test_a_disk_that_refuses_everything_is_waited_for_and_reads_go_on(
         assert buffer.close(PATIENCE)
 
 
-def test_a_directory_that_was_made_read_only_is_trouble_and_not_the_end(small_disk: Path) -> None:
-    """A real remount, while the file is open."""
+class Attempts:
+    """When the disk was asked to commit something, from `begin` on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: list[float] = []
+        real = Spool.commit
+
+        def commit(spool: Spool) -> None:
+            if spool._db.in_transaction:
+                self.at.append(time.monotonic())
+            real(spool)
+
+        monkeypatch.setattr(Spool, "commit", commit)
+
+
+def break_by_limit(log: SyncMemoryLog) -> None:
+    """From here on no file of this process may grow beyond the size that the WAL has now."""
+    size = wal_of(log._log._core.buffer.spool_path).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def mend_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_writes_that_fail_under_a_running_log_are_waited_out(
+    server: ReferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system refuses them with an error of its own: one warning, reads and appends go on, nothing is lost."""
+    attempts = Attempts(monkeypatch)
+    log = memlog.sync.open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK)
+    chat = log.conversation(LANE)
+    try:
+        chat.append({"n": 0, "text": "x" * 20_000}).acknowledged(PATIENCE)
+        break_by_limit(log)
+        attempts.at.clear()
+        receipts = [chat.append({"n": n, "text": "x" * 20_000}) for n in range(1, 6)]
+        until(lambda: warnings_of(caplog))
+        before = time.process_time()
+        until(lambda: len(attempts.at) > 5)
+        assert time.process_time() - before < 0.5  # of the second and a half that this takes
+        assert [item.payload["n"] for item in chat.replay()] == list(range(6))  # five of them only in memory
+        assert not any(receipt._receipt.is_stored() for receipt in receipts)
+        mend_limit()
+        for receipt in receipts:
+            receipt.acknowledged(PATIENCE)
+        assert_patient(attempts.at[:6])
+        assert log.flush(PATIENCE).complete
+        assert [item.payload["n"] for item in chat.replay()] == list(range(6))
+        [warning] = warnings_of(caplog)
+        assert "the disk takes no commits" in warning.getMessage()
+    finally:
+        mend_limit()
+        log.close()
+
+
+def test_a_disk_that_the_kernel_makes_read_only_under_a_running_log_keeps_what_was_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error in a file system. It is writable again only after it was unmounted, so the log is opened anew."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 * 1024 * 1024)
+    mount = ("mount", "-o", "loop,errors=remount-ro", str(image), str(place))
+    why_not = command_fails("mkfs.ext4", "-q", str(image)) or command_fails(*mount)
+    if why_not:
+        pytest.skip(f"a disk cannot be mounted here: {why_not}")
+    told, attempts = Told(), Attempts(monkeypatch)
+    try:
+        [device] = [line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(place) in line]
+        trigger = Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error"
+        if not os.access(trigger, os.W_OK):
+            pytest.skip("this kernel makes no errors to order")
+        buffer = opened(place, told)
+        wait(put(buffer, 0))
+        until(lambda: reserve_of(place).exists())
+        trigger.write_text("a test")
+        attempts.at.clear()
+        taken = [put(buffer, number) for number in range(1, 6)]
+        until(lambda: len(attempts.at) > 5)
+        assert_patient(attempts.at)
+        assert len(told.trouble) == 1
+        assert numbers(buffer) == [0]
+        assert not any(accepted.is_stored() for accepted in taken)
+        assert buffer.close(PATIENCE / 10)  # it gives up in time
+        for accepted in taken:
+            with pytest.raises(BufferUnusableError):
+                accepted.is_stored()
+        assert command_fails("umount", str(place)) is None
+        assert command_fails(*mount) is None
+        buffer = opened(place, told)
+        assert numbers(buffer) == [0]
+        wait(put(buffer, 6))
+        assert buffer.close(PATIENCE)
+    finally:
+        command_fails("umount", "-l", str(place))
+
+
+def test_a_directory_that_is_read_only_when_it_is_opened_is_refused(small_disk: Path) -> None:
+    """And used again when it is writable again."""
     told = Told()
     buffer = opened(small_disk, told)
     wait(put(buffer, 0))
@@ -275,6 +393,25 @@ def test_a_directory_that_was_made_read_only_is_trouble_and_not_the_end(small_di
     buffer = opened(small_disk)
     assert numbers(buffer) == [0]
     assert buffer.close(PATIENCE)
+
+
+def test_who_may_not_mount_does_so_in_a_namespace_of_its_own(tmp_path: Path) -> None:
+    """Else nearly all of this would be skipped where tests do not run as root."""
+    if command_fails("mount", "-t", "tmpfs", "tmpfs", str(tmp_path)) is None:
+        command_fails("umount", str(tmp_path))
+        pytest.skip("no need for one here")
+    why_not = command_fails("unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
+    if why_not:
+        pytest.skip(f"a namespace is not to be had here: {why_not}")
+    program = ["unshare", "-Urm", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        [*program, "--basetemp", str(tmp_path / "inside"), "-k", "full or room or again or fit"],
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 # --- the reserve -----------------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def pending_in(directory: Path) -> int:
     return sum(count_pending(path) for path in directory.glob("*/*.db"))
 
 
-AT_THE_END = {"after_all": 2, "opened_after_all": 1, "without_threads": 1}
+AT_THE_END = {"after_all": 2, "opened_after_all": 1, "without_threads": 1, "loop_at_exit": 1, "deleted": 2}
 """Modes that append when it has been said already what is unsent, and how often that is said."""
 
 
@@ -283,6 +283,9 @@ AT_THE_END = {"after_all": 2, "opened_after_all": 1, "without_threads": 1}
         ("logging_is_gone", 0, 10),
         ("closed_at_exit", 0, 10),
         ("threads", 0, 200),
+        ("outliving", 0, 10),
+        ("loop_at_exit", 0, 10),
+        ("deleted", 0, 10),
     ],
 )
 def test_a_process_that_ends_without_a_server_has_stored_everything_and_says_so(
@@ -304,6 +307,17 @@ def test_a_process_that_ends_without_a_server_has_stored_everything_and_says_so(
     drain(log)
     numbers = [item["n"] for item in opened.contents()["c_exiting0"]]
     assert sorted(numbers) == list(range(items))
+
+
+@pytest.mark.parametrize(("mode", "code"), [("hard", 4), ("terminated", -15)])
+def test_a_process_that_ends_without_its_hooks_has_stored_what_it_was_told_is(
+    server: ReferenceServer, tmp_path: Path, mode: str, code: int
+) -> None:
+    """os._exit(), and a signal without a handler: nothing of memlog runs any more, and the code is theirs."""
+    server.stop()
+    found, said, _ = end(mode, server.url, tmp_path)
+    assert (found, pending_in(tmp_path)) == (code, 10)
+    assert [line for line in said if not line.startswith("memlog: sending waits")] == []
 
 
 @pytest.mark.parametrize("mode", ["plain", "waiting"])
@@ -334,6 +348,18 @@ def test_an_error_or_an_interrupt_ends_the_process_as_it_would_without_memlog(
     assert code in (-2, 130)
     assert said.count("KeyboardInterrupt") == 1
     assert pending_in(tmp_path / "b") == 10
+
+
+def test_a_close_that_is_interrupted_leaves_everything_stored_and_says_so(
+    server: ReferenceServer, tmp_path: Path
+) -> None:
+    """Ctrl-C during the last flush: what is unsent is told once, by the closing that goes on or by the end."""
+    server.stop()
+    code, said, seconds = end("interrupted_close", server.url, tmp_path)
+    assert code in (-2, 130)
+    assert seconds < 15
+    assert pending_in(tmp_path) == 10
+    assert sum("10 item(s)" in line and "unsent" in line for line in said) == 1
 
 
 def test_signal_handlers_append_and_end_the_process_as_they_like(

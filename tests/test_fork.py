@@ -69,7 +69,7 @@ def test_children_that_exit_normally_leave_the_parents_files_alone(server: Refer
     """Interpreter exit closes what it finds; the parent's connection must not be among it."""
     server.stop()
     result = run("exits", server, opened.directory)
-    assert result["codes"] == [0, 1, 2, 3]
+    assert result["codes"] == [0, 1, 2, 3, 1]
     spools = list(opened.directory.glob("*/*.db"))
     assert sum(count_pending(path) for path in spools) == 62
     assert count_pending(Path(result["spool"])) == 60
@@ -139,6 +139,53 @@ def test_a_fork_while_the_disk_hangs_is_bounded_and_hurts_neither_side(server: R
     log = opened()
     drain(log)
     assert opened.contents() == {"c_parent00": [{"n": 0}, {"n": 1}], "c_child000": [{"n": 0}]}
+
+
+def test_a_fork_while_a_request_is_under_way_sends_it_once(server: ReferenceServer, opened: Opener) -> None:
+    """It goes on in the parent; the child has connections of its own."""
+    server.faults.add("stall", tool="append_memory", when="after", seconds=1.0)
+    assert run("in_flight", server, opened.directory) == {"complete": True, "codes": [0]}
+    assert opened.contents() == {"c_parent00": [{"n": 0}, {"n": 1}], "c_child000": [{"n": 0}]}
+
+
+@pytest.mark.parametrize("mode", ["engine_halfway", "writer_halfway", "engine_starting"])
+def test_a_fork_waits_until_no_thread_of_ours_is_in_the_middle_of_something(
+    server: ReferenceServer, opened: Opener, mode: str
+) -> None:
+    """A lock held there would be held in the child for ever.
+
+    It was that of a module: children forked in the first half second, while the engine imported what its first request
+    needs, hung at their own first request or at their end, one in three of them on a loaded machine.
+    """
+    assert run(mode, server, opened.directory) == {"codes": [0], "complete": True}
+
+
+def test_a_callback_may_fork(server: ReferenceServer, opened: Opener) -> None:
+    """The thread it runs in is the child's only one."""
+    assert run("callback", server, opened.directory) == {"codes": [0], "complete": True}
+    assert opened.contents() == {"c_parent00": [{"n": 0}], "c_child000": [{"n": 0}]}
+
+
+def test_a_log_opened_before_workers_are_forked_serves_them_all(server: ReferenceServer, opened: Opener) -> None:
+    """As under gunicorn with preloading: one worker is killed and replaced, the others are told to end."""
+    assert run("prefork", server, opened.directory) == {"codes": [-signal.SIGKILL, 0, 0, 0], "complete": True}
+    drain(opened())
+    assert opened.contents() == {
+        "c_master00": [{"n": 0}, {"n": 1}],
+        **{f"c_worker{number:02}": [{"n": n} for n in range(20)] for number in range(4)},
+    }
+
+
+def test_a_multiprocessing_worker_that_ends_has_stored_what_it_appended(
+    server: ReferenceServer, opened: Opener
+) -> None:
+    """It runs none of the interpreter's exit hooks; what it had appended last used to be lost."""
+    server.stop()
+    assert run("workers", server, opened.directory) == {"codes": [0, 0, 0, 0]}
+    server.start()
+    drain(opened())
+    names = [f"c_{method}{number:02}" for method in ("fork", "forkserver") for number in range(2)]
+    assert opened.contents() == {"c_parent00": [{"n": 0}], **{name: [{"n": n} for n in range(10)] for name in names}}
 
 
 def test_a_childs_child_has_a_spool_of_its_own_too(server: ReferenceServer, opened: Opener) -> None:

@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from between import PATIENCE, Opener, drain, until
 from crash.appender import batch, conversation
 
-from memlog.events import EventKind
 from memlog.spool import count_pending
 from memlog.testing import check_history, read_history
 
@@ -31,8 +30,6 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this sys
 PROGRAM = Path(__file__).parent / "crash" / "appender.py"
 MOST = 3
 ADOPTED_SECONDS = 10.0
-TOLD = "adopted" in get_args(EventKind)
-"""Whether a running process takes over what another one left; otherwise the next one that opens the directory does."""
 
 
 @pytest.fixture
@@ -160,12 +157,8 @@ def test_what_a_killed_process_left_is_taken_over(opened: Opener, processes: lis
     left = max(count_pending(path) for path in opened.directory.glob("*/*.db"))
     assert left > 40
     opened.server.start()
-    if TOLD:
-        until(lambda: opened.of("adopted"), "adopted")
-        assert time.monotonic() - killed < ADOPTED_SECONDS
-    else:
-        running.close()
-        running = opened()
+    until(lambda: opened.of("adopted"), "adopted")
+    assert time.monotonic() - killed < ADOPTED_SECONDS
     drain(running)
     until(lambda: running.statistics().pending_items == 0 and delivered(opened, "victim00") >= left, "delivered")
     victim.count = len(victim.stored) + 5  # the last ones may be there, stored, and never said to be

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from between import PATIENCE, Opener, drain, until
+from between import PATIENCE, Between, Call, Opener, drain, until
 from books import QUICK
 
-from memlog import Ack, engine, open_log
+from memlog import Ack, core, engine, open_log
 from memlog.errors import BufferUnusableError, MemlogError
 from memlog.sender import Sender
 from memlog.spool import Spool, count_pending
@@ -143,6 +143,24 @@ def test_a_sender_that_was_ended_starts_anew(
     assert opened.contents() == {CHAT: [{"n": 0}, {"n": 1}]}
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_transport_that_would_end_the_engine_holds_up_its_own_request_only(
+    kind: type[BaseException], opened: Opener
+) -> None:
+    """What a user's transport raises is a failure of the request, which is made again."""
+    first = threading.Event()
+
+    def decide(call: Call) -> None:
+        if call.tool == "append_memory" and not first.is_set():
+            first.set()
+            raise kind("the transport's own")
+
+    log = opened(Between(decide))
+    assert log.conversation(CHAT).append({"n": 0}).acknowledged(PATIENCE) == Ack(0, 0)
+    assert log.conversation("c_bbbbbbbb").append({"n": 0}).acknowledged(PATIENCE) == Ack(0, 0)
+    assert first.is_set()
+
+
 def test_an_engine_whose_thread_ended_is_replaced_under_an_open_log(opened: Opener) -> None:
     """Its successor sends; what is appended meanwhile is stored all the same."""
     log = opened()
@@ -154,7 +172,8 @@ def test_an_engine_whose_thread_ended_is_replaced_under_an_open_log(opened: Open
     drain(log)
 
 
-def test_a_callback_that_ends_its_thread_takes_no_event_with_it() -> None:
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_callback_that_ends_its_thread_takes_no_event_with_it(kind: type[BaseException]) -> None:
     """sys.exit() in a callback is as good as any other exception."""
     seen: list[int] = []
     done = threading.Event()
@@ -162,7 +181,7 @@ def test_a_callback_that_ends_its_thread_takes_no_event_with_it() -> None:
     def callback(value: int) -> None:
         seen.append(value)
         if value == 0:
-            raise SystemExit("the user's own")
+            raise kind("the user's own")
         done.set()
 
     for value in range(2):
@@ -219,6 +238,57 @@ async def test_a_flush_keeps_its_time_though_the_engine_is_stuck(
         stuck.set()
         assert await receipt.acknowledged() == Ack(0, 0)
         await log.close()
+
+
+def test_closing_keeps_its_time_though_the_engine_is_stuck(
+    opened: Opener, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is unsent is said once. Closing goes on when the engine does; the log may be opened again before."""
+    monkeypatch.setattr(core, "_CLOSE_SECONDS", 0.2)
+    log = opened(flush_timeout=0.1)
+    log.conversation(CHAT).append({"n": 0}).stored(PATIENCE)
+    started = time.monotonic()
+    log.close()
+    assert time.monotonic() - started < 5
+    assert log._log.closed
+    assert caplog.text.count("closing takes too long") == 1
+    assert caplog.text.count("1 item(s) for") == 1
+    again = opened(flush_timeout=PATIENCE)
+    assert again._log._core is log._log._core
+    again.conversation(CHAT).append({"n": 1}).stored(PATIENCE)
+    stuck.set()
+    again.close()
+    assert again._log._core.gone.is_set()
+    assert opened.contents() == {CHAT: [{"n": 0}, {"n": 1}]}
+
+
+@pytest.mark.anyio
+async def test_awaiting_the_close_keeps_its_time_though_the_engine_is_stuck(
+    server: ReferenceServer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a loop of one's own as well; and it is cut off by nothing else."""
+    monkeypatch.setattr(core, "_CLOSE_SECONDS", 0.2)
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, flush_timeout=0) as log:
+            await log.conversation(CHAT).append({"n": 0}).stored()
+        assert caplog.text.count("closing takes too long") == 1
+        stuck.set()
+        while not log._core.gone.is_set():
+            await anyio.sleep(0.01)
+    assert sum(count_pending(path) for path in tmp_path.glob("*/*.db")) == 1
+
+
+def test_a_log_whose_engine_has_ended_can_be_closed(opened: Opener) -> None:
+    """By the next one."""
+    log = opened()
+    log.conversation(CHAT).append({"n": 0}).acknowledged(PATIENCE)
+    engine.running().stop(PATIENCE)
+    log.close()
+    assert log._log._core.gone.is_set()
 
 
 def test_a_flush_keeps_its_time_though_the_disk_is_stuck(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

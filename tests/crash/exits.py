@@ -96,6 +96,73 @@ def turns() -> None:
         asyncio.run(turn(n))
 
 
+def hard() -> None:
+    """No hook runs; what was reported as stored is."""
+    log = open_log()
+    append(log)
+    log.sync.flush(20, until="stored")
+    os._exit(4)
+
+
+def terminated() -> None:
+    """By the signal's own doing, as without memlog."""
+    log = open_log()
+    append(log)
+    log.sync.flush(20, until="stored")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+
+def interrupted_close() -> None:
+    """Somebody does not want to wait for the flush at the end."""
+    with open_log(flush_timeout=60).sync as log:
+        append(log._log)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def outliving() -> None:
+    """A thread that appends when the main one has ended already, and one that ends by an exit of its own."""
+    log = open_log()
+    main = threading.current_thread()
+
+    def late() -> None:
+        main.join()
+        append(log, 5, 5)
+
+    def leave() -> None:
+        append(log, 5)
+        sys.exit(9)  # of the thread only
+
+    for work in (leave, late):
+        threading.Thread(target=work).start()
+
+
+def loop_at_exit() -> None:
+    """A loop of its own in an exit hook, with a log in it, when every hook of memlog has run."""
+
+    async def work() -> None:
+        async with open_log() as log:
+            append(log)
+
+    last_of_all.append(lambda: asyncio.run(work()))
+
+
+def deleted() -> None:
+    """An object that appends when the interpreter tears it down."""
+
+    class Mourner:
+        def __init__(self, log: memlog.MemoryLog) -> None:
+            self.log = log
+            self.append = append
+
+        def __del__(self) -> None:
+            self.append(self.log, 5, 5)
+
+    log = open_log()
+    append(log, 5)
+    globals()["mourner"] = Mourner(log)
+
+
 def at_exit() -> None:
     log = open_log()
     append(log, 5)

@@ -8,6 +8,8 @@ Prints one JSON line at the end of the parent.
 from __future__ import annotations
 
 import json
+import logging  # noqa: F401 - its hooks shall run after the one below, and not hold its locks meanwhile
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,11 +17,20 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import memlog.sync
-from memlog import buffer as buffer_module
-from memlog.spool import Spool
+hook_seconds = [0.0]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=lambda: time.sleep(hook_seconds[0]))  # before memlog's are, so it runs after them
+
+import memlog.sync  # noqa: E402
+from memlog import buffer as buffer_module  # noqa: E402
+from memlog import engine  # noqa: E402
+from memlog.core import Core  # noqa: E402
+from memlog.spool import Spool  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # Python 3.12+
 
@@ -84,11 +95,14 @@ def exits() -> dict[str, Any]:
     receipts = [log.conversation("c_parent00").append({"n": n}) for n in range(50)]
     receipts[-1].stored(20)
     pids = []
-    for number in range(4):
+    for number in range(5):
         pid = os.fork()
         if pid == 0:
             if number % 2:
                 log.conversation(f"c_child{number:03}").append({"child": number})
+            if number == 4:
+                sys.excepthook = lambda *_: None
+                raise LookupError("the child's own")
             sys.exit(number)  # runs atexit hooks and tears modules down
         pids.append(pid)
     codes = wait(*pids)
@@ -108,14 +122,11 @@ def orphan() -> dict[str, Any]:
     if pid == 0:
         os.close(writing)
         os.write(tell, b"x")
-        os.read(reading, 1)  # until the test lets go
+        os.read(reading, 1)  # until its parent is dead
         sys.exit(0)
     os.read(ready, 1)
     print(json.dumps({"child": pid, "spool": spool_of(log)}), flush=True)
-    # The test keeps the child waiting over our death: it inherits this process's standard input as well.
-    os.dup2(writing, 100)
-    os.set_inheritable(100, True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)  # which is the end of its pipe, too
     return {}
 
 
@@ -215,5 +226,155 @@ def generations() -> dict[str, Any]:
     return {"codes": codes, "complete": log.flush(20).complete}
 
 
-print(json.dumps(globals()[MODE]()), flush=True)
-assert Path(DIRECTORY).is_dir()
+def in_flight() -> dict[str, Any]:
+    """Forked while the engine has a request under way, which goes on in the parent."""
+    log = open_log()
+    log.conversation("c_parent00").append({"n": 0})
+    while not log.statistics().requests_in_flight:
+        time.sleep(0.001)
+
+    def child() -> int:
+        assert log.statistics().requests_in_flight == 0
+        log.conversation("c_child000").append({"n": 0})
+        return 0 if log.flush(20).complete else 1
+
+    pid = fork(child)
+    log.conversation("c_parent00").append({"n": 1})
+    return {"complete": log.flush(20).complete, "codes": wait(pid)}
+
+
+def halfway(start: Callable[[Any, Callable[[], None]], object]) -> dict[str, Any]:
+    """Forked while another thread is in the middle of something that has a lock, as imports and SQLite have."""
+    log = open_log()
+    log.conversation("c_parent00").append({"n": 0}).stored(20)
+    lock, begun = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        with lock:
+            begun.set()
+            time.sleep(0.3)
+
+    start(log, work)
+    begun.wait(20)
+    return {"codes": wait(fork(lambda: int(not lock.acquire(timeout=1)))), "complete": log.flush(20).complete}
+
+
+def engine_halfway() -> dict[str, Any]:
+    return halfway(lambda _, work: engine.running().soon(work))
+
+
+def writer_halfway() -> dict[str, Any]:
+    return halfway(lambda log, work: log._log._core.buffer.run(lambda _: work()))
+
+
+def engine_starting() -> dict[str, Any]:
+    """Forked just before the writer starts the engine, whose thread begins with something that has a lock."""
+    lock, about_to = threading.Lock(), threading.Event()
+    live, stored = engine.Engine._live, Core.stored
+
+    def slow_live(self: engine.Engine) -> None:
+        with lock:
+            time.sleep(0.5)
+        live(self)
+
+    def slow_stored(self: Core, items: dict[str, int]) -> None:
+        about_to.set()
+        time.sleep(0.1)
+        stored(self, items)
+
+    engine.Engine._live, Core.stored = slow_live, slow_stored  # type: ignore[method-assign]
+    log = open_log()
+    log.conversation("c_parent00").append({"n": 0})
+    about_to.wait(20)
+    hook_seconds[0] = 0.3
+    return {"codes": wait(fork(lambda: int(not lock.acquire(timeout=1)))), "complete": log.flush(20).complete}
+
+
+def callback() -> dict[str, Any]:
+    """Forked in a callback of the log, which is a thread of memlog's."""
+    codes: list[int] = []
+    first = threading.Event()
+
+    def on_event(event: memlog.events.Event) -> None:
+        if event.kind == "acknowledged" and not first.is_set():
+            first.set()
+            codes.extend(wait(fork(lambda: child())))
+
+    log = open_log(on_event=on_event)
+
+    def child() -> int:
+        log.conversation("c_child000").append({"n": 0}).stored(20)
+        return 0 if log.flush(20).complete else 1
+
+    log.conversation("c_parent00").append({"n": 0}).acknowledged(20)
+    while not codes:
+        time.sleep(0.001)
+    return {"codes": codes, "complete": log.flush(20).complete}
+
+
+def prefork() -> dict[str, Any]:
+    """The log is opened in a master, which forks workers, ends one hard, replaces it and lets the others finish."""
+    log = open_log()
+    log.conversation("c_master00").append({"n": 0}).acknowledged(20)
+
+    def worker(name: str) -> int:
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        chat = log.conversation(f"c_{name}")
+        for n in range(20):
+            chat.append({"n": n}).stored(20)
+        os.write(tell, b"x")
+        stop.wait(20)
+        sys.exit(0)
+
+    told, tell = os.pipe()
+    pids = []
+    for number in range(3):
+        pid = os.fork()
+        if pid == 0:
+            worker(f"worker{number:02}")
+        pids.append(pid)
+    for _ in pids:
+        os.read(told, 1)
+    os.kill(pids[0], signal.SIGKILL)
+    codes = wait(pids[0])
+    pid = os.fork()
+    if pid == 0:
+        worker("worker03")
+    pids[0] = pid
+    os.read(told, 1)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    codes += wait(*pids)
+    log.conversation("c_master00").append({"n": 1})
+    return {"codes": codes, "complete": log.flush(20).complete}
+
+
+opened: list[Any] = []
+
+
+def work(name: str) -> None:
+    log = opened[0] if opened else open_log()
+    for n in range(10):
+        log.conversation(f"c_{name}").append({"n": n})
+
+
+def workers() -> dict[str, Any]:
+    """Processes of multiprocessing's: they end as soon as their function returns, without the interpreter's hooks."""
+    opened.append(open_log())
+    opened[0].conversation("c_parent00").append({"n": 0}).stored(20)
+    codes = []
+    for method in ("fork", "forkserver"):
+        context = multiprocessing.get_context(method)
+        started = [context.Process(target=work, args=(f"{method}{n:02}",)) for n in range(2)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(20)
+            codes.append(process.exitcode)
+    return {"codes": codes}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[MODE]()), flush=True)
+    assert Path(DIRECTORY).is_dir()
