@@ -48,13 +48,14 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from memlog.directory import Notice, Spools
-    from memlog.spool import NewRow, Spool
+    from memlog.spool import NewRow, Place, Spool
 
 logger = logging.getLogger("memlog")
 
 T = TypeVar("T")
 
 _EXIT_SECONDS = 2.0
+_CLOSE_SECONDS = 2 * _EXIT_SECONDS + 1.0  # what closing is given beyond its flush, before it goes on without the caller
 _RESTART_SECONDS = 1.0
 _ending = False  # the interpreter is, and the hooks that were to store everything have run
 _CHECK_ID = "memlog-check"
@@ -97,7 +98,10 @@ class Core:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.handles = 0
+        self.key = (":memory:", str(id(self)))
+        self.gone = threading.Event()
         self.sealed: set[str] = set()
+        self._unsent = 0  # what was said of it last
         directory = settings.buffer_dir
         if directory is not None:
             site = site_directory(directory, settings.url, settings.user())
@@ -105,6 +109,7 @@ class Core:
             directory = site
         self.where = str(directory or ":memory:")
         self.buffer = Buffer(directory, settings.limits, self)
+        engine.pause_at_forks()
         self._sending = Sending(self)
         if _ending:
             self.buffer.end(0)
@@ -179,20 +184,23 @@ class Core:
         return await engine.running().call(self._read, call)
 
     async def _read(self, call: Callable[[Client], Awaitable[T]]) -> T:
-        client = (await self.sending().ready()).client
+        sending = self.sending()
         deadline = None if self.settings.retry.total is None else time.monotonic() + self.settings.retry.total
+        asked, pause = (await sending.ready()).gate.asked()
         while True:
+            if asked is not None:
+                if deadline is not None and time.monotonic() + pause > deadline:
+                    raise _unavailable(asked, pause) from asked
+                await asyncio.sleep(pause)
             try:
-                return await call(client)
+                return await sending.read(call)
             except ResponseTooLargeError:
                 raise  # the one failure that whoever asked can cure, by asking for less
             except TransientError as error:
-                raise _unavailable(error) from error
+                raise _unavailable(error, error.retry_after) from error
             except RateLimitedError as error:
-                pause = error.retry_after if error.retry_after is not None else self.settings.retry.delay(1)
-                if deadline is not None and time.monotonic() + pause > deadline:
-                    raise _unavailable(error) from error
-                await asyncio.sleep(pause)
+                asked = error
+                pause = self.settings.retry.delay(1) if error.retry_after is None else error.retry_after
 
     async def check(self) -> None:
         sender = await self.sending().ready()
@@ -263,13 +271,18 @@ class Core:
 
         return await _here(self.buffer.run(read))
 
-    async def pending(self, conversation_id: str, position: int) -> Pending | None:
+    async def pending(self, conversation_id: str, position: int) -> Pending:
+        """What waits for the conversation, to somebody who has read its log up to ``position``."""
         found = await _here(self.buffer.run(lambda spools: spools.waiting(conversation_id, position)))
-        if found is None:
-            return None
-        facts, bodies = found
-        start = None if facts.shared else facts.next_seq
-        return Pending(start, [decode_items(body) for body in bodies], facts.echoes)
+        sizes = [(place.size, place.items) for place in found.places]
+
+        async def load(first: int, last: int) -> list[bytes | tuple[int, int] | None]:
+            return await engine.running().call(self._load, found.places[first:last])
+
+        return Pending(sizes, load, found.start, found.echoes, found.beyond, found.length)
+
+    async def _load(self, places: list[Place]) -> list[bytes | tuple[int, int] | None]:
+        return await _here(self.buffer.run(lambda spools: spools.bodies(places)))
 
     async def requeue(self, letter: DeadLetter, conversation_id: str) -> None:
         # Taken here and not in the writer thread, which would wait for a fork that waits for it.
@@ -303,9 +316,11 @@ class Core:
         await _here(self.buffer.run(write, writes=True))
 
     def statistics(self) -> Statistics:
-        books = self.buffer.books
+        books, earlier = self.buffer.books, self.buffer.earlier
         sender = self._sending.sender
         state, reason = sender.state if sender is not None else ("ok", None)
+        traffic = sender.traffic if sender is not None else Traffic()
+        failures, last_error = traffic.failures, traffic.last_error
         oldest = self.buffer.oldest_pending
         return Statistics(
             state=state,
@@ -322,16 +337,42 @@ class Core:
             dropped_batches=books.dropped_batches,
             pending_bytes=books.pending_bytes,
             unstored_bytes=self.buffer.unstored_bytes,
-            requests_sent=sender.traffic.requests_sent if sender else 0,
+            requests_sent=traffic.requests_sent,
             requests_in_flight=sender.in_flight if sender else 0,
-            duplicate_items=sender.traffic.duplicate_items if sender else 0,
+            duplicate_items=traffic.duplicate_items,
             forgotten_items=books.forgotten_items,
             lost_items=books.lost_items,
             forgotten_batches=books.forgotten_batches,
             lost_batches=books.lost_batches,
             oldest_pending_seconds=None if oldest is None else max(0.0, time.time() - oldest / 1e6),
             spools=self.buffer.spools_held,
+            requests_acknowledged=traffic.requests_acknowledged,
+            requests_invalid=failures["invalid"],
+            requests_full=failures["full"],
+            requests_throttled=failures["throttled"],
+            requests_blocked=failures["blocked"],
+            requests_transient=failures["transient"],
+            requests_unknown=failures["unknown"],
+            gate_seconds=sender.gate.closed_for() if sender else None,
+            held_conversations=sender.held if sender else 0,
+            sealed_conversations=len(self.sealed),
+            last_error=last_error,
+            last_error_seconds=None if last_error is None else max(0.0, time.monotonic() - traffic.failed_at),
+            earlier_stored_items=earlier.stored_items,
+            earlier_acknowledged_items=earlier.acknowledged_items,
+            earlier_dropped_items=earlier.dropped_items,
+            earlier_forgotten_items=earlier.forgotten_items,
+            earlier_lost_items=earlier.lost_items,
         )
+
+    def close_patience(self, flush_timeout: float | None) -> float | None:
+        """How long the caller of ``close`` waits for :meth:`leave`, whose loop may be stuck."""
+        return None if flush_timeout is None else max(flush_timeout, 0.0) + _CLOSE_SECONDS
+
+    def left_alone(self) -> None:
+        """Nobody waits for :meth:`leave` any longer: it ends when the engine goes on, or with the process."""
+        logger.warning("memlog: closing takes too long and goes on by itself: %s", self.where)
+        self._warn_unsent(self.buffer.books.pending_items)
 
     async def leave(self, flush_timeout: float | None) -> None:
         """A handle goes; the last one flushes and closes everything."""
@@ -342,27 +383,41 @@ class Core:
             with _lock:
                 # Counted only now: of several that leave at once, the last one to have flushed closes.
                 self.handles -= 1
-                last = self.handles == 0 and _forget(self)
+                last = self.handles == 0 and _cores.get(self.key) is self
+                if last:
+                    del _cores[self.key]
+                    _closing.add(self)
             if last:
                 await asyncio.shield(asyncio.get_running_loop().create_task(self._shut()))
 
     async def _shut(self) -> None:
-        await self._sending.stop()
-        books = self.buffer.books
-        ended = asyncio.wrap_future(self.buffer.stop(_EXIT_SECONDS))
-        done = bool((await asyncio.wait([ended], timeout=_EXIT_SECONDS))[0])
-        self._warn_unsent(self.buffer.books.pending_items if done else books.pending_items, stored=done)
+        try:
+            await self._sending.stop()
+            books = self.buffer.books
+            ended = asyncio.wrap_future(self.buffer.stop(_EXIT_SECONDS))
+            done = bool((await asyncio.wait([ended], timeout=_EXIT_SECONDS))[0])
+            self._warn_unstored(done)
+            self._warn_unsent(self.buffer.books.pending_items if done else books.pending_items)
+        finally:
+            with _lock:
+                _closing.discard(self)
+            self.gone.set()
 
     def exit(self) -> None:
         """The process ends: store what was accepted, within bounds, and say what is unsent."""
         done = self.buffer.end(_EXIT_SECONDS)
         system.park(self)
-        self._warn_unsent(self.buffer.books.pending_items, stored=done)
+        self._warn_unstored(done)
+        self._warn_unsent(self.buffer.books.pending_items)
 
-    def _warn_unsent(self, pending: int, *, stored: bool) -> None:
-        if not stored:
+    def _warn_unstored(self, done: bool) -> None:
+        if not done:
             logger.warning("memlog: the disk did not take everything within %g s: see %s", _EXIT_SECONDS, self.where)
-        if pending:
+
+    def _warn_unsent(self, pending: int) -> None:
+        with _lock:  # whoever gave up waiting has said it, and so may the end of the process
+            said, self._unsent = self._unsent, pending
+        if pending and pending != said:
             kept = "lost with this process" if self.settings.buffer_dir is None else f"kept in {self.where}"
             cure = "" if self.settings.buffer_dir is None else "; opening the log again sends them"
             site = self.settings.url.partition("?")[0]  # a query may hold a secret
@@ -384,6 +439,7 @@ class Sending:
         self._engine: engine.Engine | None = None
         self._asking = 0
         self._nobody_asks = asyncio.Event()
+        self._reading: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
         if self._task is None:
@@ -438,6 +494,20 @@ class Sending:
         assert self.sender is not None
         return self.sender
 
+    async def read(self, call: Callable[[Client], Awaitable[T]]) -> T:
+        """``call`` with the client; ClosedError if the log is closed meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            return await call((await self.ready()).client)
+        except asyncio.CancelledError:
+            if self._stopped and task.uncancel() == 0:
+                raise ClosedError("the log was closed while it was read") from None
+            raise
+        finally:
+            self._reading.discard(task)
+
     def wake(self, conversations: set[str]) -> None:
         engine.running().soon(self._wake, conversations)
 
@@ -490,6 +560,8 @@ class Sending:
 
     async def stop(self) -> None:
         self._stopped = True
+        for task in self._reading:
+            task.cancel()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -507,17 +579,20 @@ class Sending:
 # --- the process's cores ---------------------------------------------------------------------------------------------
 
 _cores: dict[tuple[str, str], Core] = {}
+_closing: set[Core] = set()  # their handles are gone, and their files not free yet
 _lock = threading.RLock()
 
 
 def join(settings: Settings) -> Core:
     settings.make_client()  # raises here, in the caller's face, what is wrong with URL and credentials
+    key = None
+    if settings.buffer_dir is not None:
+        key = (str(settings.buffer_dir), site_directory(Path(), settings.url, settings.user()).name)
+        _await_closing(key)
     with _lock:
-        if settings.buffer_dir is None:
+        if key is None:
             core = Core(settings)
-            _cores[":memory:", str(id(core))] = core
         else:
-            key = (str(settings.buffer_dir), site_directory(Path(), settings.url, settings.user()).name)
             existing = _cores.get(key)
             if existing is not None and existing.settings != settings:
                 differing = [
@@ -526,24 +601,29 @@ def join(settings: Settings) -> Core:
                 msg = f"this log is open already in this process with another {', '.join(differing)}"
                 raise ValueError(msg)
             core = existing or Core(settings)
-            _cores[key] = core
+            core.key = key
+        _cores[core.key] = core
         core.handles += 1
         return core
 
 
-def _forget(core: Core) -> bool:
-    for key, value in list(_cores.items()):
-        if value is core:
-            del _cores[key]
-            return True
-    return False
+def _await_closing(key: tuple[str, str]) -> None:
+    """Let a log whose ``close`` was cancelled get done with it: its file is taken up again then, and its order kept."""
+    if engine.is_own_thread():
+        return  # it would wait for itself
+    with _lock:
+        waiting = [core for core in _closing if core.key == key]
+    for core in waiting:
+        core.gone.wait(_EXIT_SECONDS)  # or there will be a second file
 
 
 def _after_fork_in_child() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may have held it
     _lock = threading.RLock()
+    _closing.clear()  # by a thread of the parent's
     for core in list(_cores.values()):
         core.start_anew()
+    system.at_worker_exit(_at_exit)
 
 
 system.at_fork(in_child=_after_fork_in_child)
@@ -553,8 +633,11 @@ system.at_fork(in_child=_after_fork_in_child)
 def _at_exit() -> None:
     global _ending  # noqa: PLW0603 - there is one end
     _ending = True
-    for core in list(_cores.values()):
+    for core in [*_cores.values(), *_closing]:
         core.exit()
+
+
+system.at_worker_exit(_at_exit)
 
 
 def _event_of(notice: Salvage | Recounted) -> Event:
@@ -590,10 +673,10 @@ def _take_letter(spools: Spools, letter: DeadLetter) -> tuple[Spool | None, NewR
     return spool, spool.take_refused(int(number))
 
 
-def _unavailable(error: MemlogError) -> MemoryUnavailableError:
+def _unavailable(error: MemlogError, retry_after: float | None) -> MemoryUnavailableError:
     return MemoryUnavailableError(
         f"the memory could not be read, which does not mean that it is empty: {error.args[0]}",
-        retry_after=error.retry_after,
+        retry_after=retry_after,
         status=error.status,
         code=error.code,
         server_said=error.server_said,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import heapq
+import itertools
 import json
 import logging
 import re
@@ -35,10 +36,10 @@ from memlog.payload import pack
 from memlog.reserve import Reserve
 from memlog.salvage import finish, recover, salvage, unfinished
 from memlog.schema import DamagedError, is_damage, is_passing
-from memlog.spool import Books, LaneFacts, Spool, count_pending, peek, peek_outcome
+from memlog.spool import Books, LaneFacts, Place, Spool, count_pending, peek, peek_bodies, peek_lane, peek_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from memlog.inbox import Applied, Intent
@@ -141,6 +142,21 @@ class Recounted(NamedTuple):
     lost_items: int
 
 
+class Waiting(NamedTuple):
+    """What waits for a conversation, to somebody who has read its log up to a position.
+
+    ``places``: in order; the first should land at ``start``, which is None if that cannot be told. ``echoes``: as in
+    LaneFacts. ``beyond``: the ends that spools know of, by which the log is longer. ``length``: what it must have at
+    least, by the most modest of the spools that are held here.
+    """
+
+    places: list[Place]
+    start: int | None
+    echoes: tuple[list[list[bytes]], ...]
+    beyond: frozenset[tuple[int, int]]
+    length: int
+
+
 Notice: TypeAlias = "Adopted | Recounted | Salvage | Applied"
 """What happened to the spools that nobody here asked for."""
 
@@ -230,7 +246,7 @@ class Spools:
         self.reserve = Reserve(own.path.with_suffix(".reserve")) if own.path is not None else None
         self._left_alone: set[Path] = set()
         self._ailing: dict[str, str] = {}  # the spools that need a fresh file, by name, and why
-        self._released: dict[str, Books] = {}
+        self._released: dict[str, tuple[Path, Books]] = {}
         self._released_duplicates: list[tuple[str, int, int]] = []
 
     def __iter__(self) -> Iterator[Spool]:
@@ -240,7 +256,7 @@ class Spools:
     @property
     def books(self) -> Books:
         """The counters over all of them, those given back included."""
-        return sum((spool.books for spool in self), sum(self._released.values(), Books()))
+        return sum((spool.books for spool in self), sum((books for _, books in self._released.values()), Books()))
 
     def close(self) -> None:
         """Give them all up."""
@@ -251,8 +267,9 @@ class Spools:
         """Let other processes have the adopted spools that hold nothing to send, or to decide about, any more."""
         for spool in self.adopted[:]:
             if not spool.holds_something:
+                assert spool.path is not None
                 self.adopted.remove(spool)
-                self._released[spool.name] = spool.books
+                self._released[spool.name] = (spool.path, spool.books)
                 self._released_duplicates += spool.duplicates()
                 spool.close()
 
@@ -271,6 +288,8 @@ class Spools:
         for path in sorted(self.directory.glob("*.db")):
             if path not in held:
                 news += self._consider(path)
+        # What is removed, here or by a neighbour, is in the ledger, and counts there.
+        self._released = {name: given for name, given in self._released.items() if given[0].exists()}
         return news
 
     def _consider(self, path: Path) -> list[Notice]:
@@ -410,19 +429,55 @@ class Spools:
         """The conversations known to be full."""
         return {conversation for spool in self for conversation in spool.sealed_lanes()}
 
-    def waiting(self, conversation: str, position: int) -> tuple[LaneFacts, list[bytes]] | None:
-        """What is known of the conversation, by the latest news, and the bodies of all that waits for it, in order.
+    def waiting(self, conversation: str, position: int) -> Waiting:
+        """What waits for the conversation, in the spools of processes that live beside this one, too.
 
-        None if something is known to be acknowledged at or behind ``position``: who read so far has not read it all.
+        For somebody who has read the log up to ``position``. What is accepted and not yet on disk is only this
+        process's. A file that cannot be read, since it is damaged or none of ours, is passed over.
         """
-        if any(spool.acknowledged_past(conversation, position) for spool in self):
-            return None
+        held = [(spool.lane(conversation), spool.places(conversation)) for spool in self]
+        others = [found for path in self._of_others() if (found := peek_lane(path, conversation)) is not None]
         # Merged and not sorted: a clock that was set back must not change the order within a spool.
-        rows = heapq.merge(*(spool.pending(conversation) for spool in self), key=lambda row: row.stored_at)
-        unstored = [row.body for row in self.unstored if row.conversation == conversation]
-        facts = [facts for spool in self if (facts := spool.lane(conversation)).next_seq is not None]
-        latest = max(facts, key=lambda lane: lane.next_seq or 0, default=LaneFacts())
-        return latest._replace(shared=latest.shared or len(facts) > 1), [*(row.body for row in rows), *unstored]
+        places = list(heapq.merge(*(places for _, places in held + others), key=lambda place: place.stored_at))
+        start, echoes = _start_of([held, *([other] for other in others)], places[0].path if places else None)
+        unstored = [
+            Place(self.own.path, row.id, row.items, row.size, 0)
+            for row in self.unstored
+            if row.conversation == conversation
+        ]
+        ends = [facts.next_seq or 0 for facts, _ in held + others]
+        beyond = frozenset((number, end) for number, end in enumerate(ends) if end > position)
+        length = min((end for end in ends[: len(held)] if end), default=0)
+        return Waiting(places + unstored, start, echoes, beyond, length)
+
+    def bodies(self, places: Iterable[Place]) -> list[bytes | tuple[int, int] | None]:
+        """What became of these batches of :meth:`waiting`: still pending, acknowledged there, or gone."""
+        held = {spool.path: spool for spool in self}
+        unstored = {row.id: row.body for row in self.unstored}
+        found: list[bytes | tuple[int, int] | None] = []
+        for path, group in itertools.groupby(places, key=lambda place: place.path):
+            ids = [place.id for place in group]
+            spool = held.get(path)
+            if spool is None:
+                assert path is not None
+                found += peek_bodies(path, ids)
+            else:
+                bodies = spool.bodies(ids)
+                own = unstored if spool is self.own else {}
+                found += [own.get(row_id) if body is None else body for row_id, body in zip(ids, bodies, strict=True)]
+        return found
+
+    def is_used_elsewhere(self, conversation: str, end: int) -> bool:
+        """Whether another process has something for the conversation, or has sent what stands behind ``end``."""
+        found = [at for path in self._of_others() if (at := peek_lane(path, conversation)) is not None]
+        return any(places or (facts.next_seq or 0) > end for facts, places in found)
+
+    def _of_others(self) -> list[Path]:
+        """The files in the directory that this process does not hold."""
+        if self.directory is None:
+            return []
+        held = {spool.path for spool in self}
+        return sorted(path for path in self.directory.glob("*.db") if path not in held)
 
     def oldest_pending(self) -> int | None:
         """When the oldest pending batch was stored, in microseconds since 1970."""
@@ -468,6 +523,28 @@ class Spools:
         if row_id >= spool.books.next_id or row_id < 1:
             raise MemlogError(f"nothing was ever stored as number {row_id} of spool {spool_name}")
         raise MemlogError("the outcome of this batch is no longer kept: it was settled long ago, or dropped")
+
+
+def _start_of(
+    groups: list[list[tuple[LaneFacts, list[Place]]]], first: Path | None
+) -> tuple[int | None, tuple[list[list[bytes]], ...]]:
+    """Where the first of what waits should land, and what may come before it; None if nobody can tell.
+
+    ``groups`` are the spools of each process, and ``first`` that of the first batch. It can be told only where one
+    process alone has something to send, and no other is known to have sent something since.
+    """
+    senders = [group for group in groups if any(places for _, places in group)]
+    if len(senders) != 1:
+        return None, ()
+    (sender,) = senders
+    ends = [facts.next_seq for facts, _ in sender if facts.next_seq is not None]
+    sent = any(facts.next_seq is not None for facts, places in sender if places and places[0].path == first)
+    if not sent or any(facts.shared for facts, _ in sender):
+        return None, ()
+    start = max(ends)
+    if any((facts.next_seq or 0) > start for group in groups if group is not sender for facts, _ in group):
+        return None, ()
+    return start, tuple(echo for facts, _ in sender for echo in facts.echoes)
 
 
 def _is_empty(path: Path) -> bool:

@@ -44,7 +44,7 @@ def enter(directory: Path, name: str, file: str, books: Books) -> bool:
 
 
 def totals(directory: Path) -> Books:
-    """The sums over all spools of the site that are gone."""
+    """The sums over all spools of the site that are gone, whoever held them. OSError if the disk refuses."""
     found = _read(directory)
     entries = [entry for entry in found["spools"].values() if not (directory / str(entry.get("file", ""))).exists()]
     return sum((_books_of(entry) for entry in entries), _books_of(found["total"]))
@@ -69,9 +69,13 @@ def _read(directory: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return empty
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in empty):
+    if (
+        isinstance(found, dict)
+        and all(isinstance(found.get(key), dict) for key in empty)
+        and all(isinstance(entry, dict) for entry in found["spools"].values())
+    ):
         return found
     # Sums are worth a note, and not worth stopping for.
     with contextlib.suppress(OSError):

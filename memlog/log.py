@@ -5,8 +5,10 @@ Appending touches only the buffer; everything that waits crosses to the engine a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,6 +23,7 @@ from memlog.payload import Batch, check_conversation_id, encode, encode_batch, e
 from memlog.replay import Listing, Pending, Replay
 from memlog.retry import RetryPolicy
 from memlog.stamps import STAMP_BYTES
+from memlog.system import NoThreadError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping
@@ -187,6 +190,7 @@ class Conversation:
             raise ValueError(msg)
         return Replay(
             self._page,
+            conversation_id=self.id,
             offset=offset,
             limit=limit,
             pending=self._pending if include_pending and not follow else None,
@@ -213,27 +217,46 @@ class Conversation:
         self._log.refuse_closed()
         degrade = _degrades(on_unavailable, include_pending)
         check_range("limit", limit, 1, PAGE_ITEMS_MAX)
-        items: list[Item] = []
-        start, degraded = 0, False
+        begin: list[Item] = []
+        start, at_end, degraded = 0, True, False
         try:
-            items, start = await self._newest(limit)
+            begin, start, at_end = await self._newest(limit)
         except MemoryUnavailableError:
             if not degrade:
                 raise
             degraded = True
-        pending = self._pending if include_pending else None
-        replay = Replay(self._page, offset=start, pending=pending, begin=items, degrade=degrade, degraded=degraded)
-        return [item async for item in replay][-limit:]
+        while True:
+            replay = Replay(
+                self._page,
+                conversation_id=self.id,
+                offset=start,
+                pending=self._pending if include_pending else None,
+                begin=begin,
+                at_end=at_end,
+                degrade=degrade,
+                degraded=degraded,
+            )
+            found: deque[Item] = deque(maxlen=limit)
+            async for item in replay:
+                found.append(item)
+            first = start - len(begin)
+            if len(found) == limit or first == 0 or replay.degraded:
+                return list(found)
+            # Some were copies of stamped items: as many are wanted from further back.
+            begin, start, at_end = [], max(0, first - limit), False
 
-    async def _newest(self, limit: int) -> tuple[list[Item], int]:
-        """The newest items of the log, or none if they are too large for one answer; and where reading goes on."""
+    async def _newest(self, limit: int) -> tuple[list[Item], int, bool]:
+        """The newest items of the log, where reading goes on behind them, and whether that is the end.
+
+        If they are too large for one answer there are none, and reading begins where they do.
+        """
         try:
             items = await self._core.read(lambda client: client.recall_memory(self.id, limit))
         except ResponseTooLargeError:
             # The newest one says where the log ends; the pages of a replay get as small as they have to.
             newest = await self._core.read(lambda client: client.recall_memory(self.id, 1))
-            return [], max(0, _end_of(newest) - limit)
-        return items, _end_of(items)
+            return [], max(0, _end_of(newest) - limit), False
+        return items, _end_of(items), True
 
     async def _page(self, offset: int, size: int) -> list[Item]:
         return await self._core.read(lambda client: client.replay_page(self.id, offset, size))
@@ -241,7 +264,7 @@ class Conversation:
     def _ahead(self, offset: int, size: int) -> _Ahead:
         return _Ahead(self._page, offset, size)
 
-    async def _pending(self, position: int) -> Pending | None:
+    async def _pending(self, position: int) -> Pending:
         return await engine.running().call(self._core.pending, self.id, position)
 
     def __repr__(self) -> str:
@@ -370,11 +393,19 @@ class MemoryLog:
         return SyncMemoryLog(self)
 
     async def close(self) -> None:
-        """Flush for ``flush_timeout`` seconds, then let go of the buffer. Idempotent; unsent items stay on disk."""
+        """Flush for ``flush_timeout`` seconds, then let go of the buffer. Idempotent; unsent items stay on disk.
+
+        Takes a few seconds more at the most, whatever is stuck: then a warning says what is unsent, and closing goes on
+        without the caller, as it does if this is cancelled.
+        """
         if self.closed:
             return
         self.closed = True
-        await engine.running().call(self._core.leave, self._flush_timeout)
+        with contextlib.suppress(NoThreadError):  # the interpreter ends, which stores what was accepted
+            with anyio.move_on_after(self._core.close_patience(self._flush_timeout)):
+                await engine.running().call(self._core.leave, self._flush_timeout)
+                return
+            self._core.left_alone()
 
     def refuse_closed(self) -> None:
         """Raise ClosedError on a closed handle."""

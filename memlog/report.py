@@ -10,7 +10,7 @@ from memlog.errors import to_record
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from memlog.errors import PermanentError
+    from memlog.errors import MemlogError, PermanentError
 
 __all__ = ["DeadLetter", "Duplicate", "FlushReport", "State", "Statistics"]
 
@@ -38,9 +38,26 @@ class Statistics:
     """A log at one moment. ``state``: ``ok``, ``waiting`` (goes on by itself), ``blocked`` (an operator must act).
 
     The books, over the files this log holds: stored = acknowledged + pending + refused + dropped + forgotten + lost, in
-    items as in batches. Lost is what a damaged file did not give back. ``unstored_bytes`` are accepted and not yet on
-    disk. ``oldest_pending_seconds`` is how long the oldest of what is pending waits, None if nothing is; ``spools`` is
-    the number of files held. Traffic counts since the log was opened.
+    items as in batches. Forgotten is what was acknowledged so long ago that its place is no longer kept, and lost what
+    a damaged file did not give back. ``earlier_…_items`` are the books of files that were emptied and removed, by
+    whatever process of the site, as of a few seconds ago: the same in each process, so add them once. Nothing in them
+    is pending or refused.
+
+    ``unstored_bytes`` are accepted and not yet on disk. ``oldest_pending_seconds`` is how long the oldest of what is
+    pending waits, None if nothing is; ``spools`` is the number of files held.
+
+    Traffic counts since the log was opened in this process. Of ``requests_sent``, ``requests_acknowledged`` are known
+    to have arrived, also those that were found by reading the log. The others count the failed ones by their answers:
+    ``requests_invalid`` (a batch), ``requests_full`` (a conversation), ``requests_throttled`` and ``requests_blocked``
+    (the site; credentials or address) were refused, ``requests_transient`` certainly not carried out,
+    ``requests_unknown`` perhaps (a time-out, a broken connection, a 5xx); each of these is looked for before it is sent
+    again.
+
+    ``gate_seconds``: how long the whole site still waits before the next request, 0 while that is under way, None if
+    the site does not wait. ``held_conversations`` wait by themselves after an error of their own,
+    ``sealed_conversations`` are known to be full. ``last_error`` is what sending met last, kept when it goes well
+    again, ``last_error_seconds`` how long ago; both None if there was none. It holds no payload and no credential, and
+    is left out when two values are compared.
     """
 
     state: State
@@ -66,6 +83,23 @@ class Statistics:
     lost_batches: int = 0
     oldest_pending_seconds: float | None = None
     spools: int = 1
+    requests_acknowledged: int = 0
+    requests_invalid: int = 0
+    requests_full: int = 0
+    requests_throttled: int = 0
+    requests_blocked: int = 0
+    requests_transient: int = 0
+    requests_unknown: int = 0
+    gate_seconds: float | None = None
+    held_conversations: int = 0
+    sealed_conversations: int = 0
+    last_error: MemlogError | None = field(default=None, compare=False)  # errors compare by identity
+    last_error_seconds: float | None = None
+    earlier_stored_items: int = 0
+    earlier_acknowledged_items: int = 0
+    earlier_dropped_items: int = 0
+    earlier_forgotten_items: int = 0
+    earlier_lost_items: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from memlog.payload import decode_items
 from memlog.readback import Readback, Reset, keys_of
 from memlog.reconcile import Explanation, key
 from memlog.retry import Verdict, classify
-from memlog.spool import LaneFacts
+from memlog.spool import ECHOES_KEPT, LaneFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -120,6 +120,13 @@ class Gate:
         self.width = 1
         self.generation += 1
         return changed
+
+    def asked(self) -> tuple[MemlogError | None, float]:
+        """The error by which the server asked for a pause, and the seconds that are left of it; None if it did not."""
+        left = self.until - time.monotonic()
+        if self.error is None or self.error.retry_after is None or self.state == "blocked" or left <= 0:
+            return None, 0.0
+        return self.error, left
 
     def closed_for(self) -> float | None:
         """Seconds until the next probe may leave, 0 while it is under way; None if the gate is open."""
@@ -414,6 +421,8 @@ class Sender:
 
         If not they are sent again, which is remembered first: the earlier sending may still arrive.
         """
+        if not lane.facts.shared and await self._is_used_elsewhere(lane):
+            self._note_shared(lane)
         found = await self.readback.landed(lane.conversation, lane.facts, rows)
         lane.suspect = False
         if isinstance(found, Reset):
@@ -434,7 +443,8 @@ class Sender:
             rows[0].spool.note_echo(lane.conversation, keys)
 
         await _await(self.buffer.run(write, writes=True))
-        lane.facts = lane.facts._replace(echoes=(*lane.facts.echoes, keys))
+        others = (echo for echo in lane.facts.echoes if echo != keys)
+        lane.facts = lane.facts._replace(echoes=(*others, keys)[-ECHOES_KEPT:])
         return False
 
     async def _check(self, lane: Lane, rows: list[Row], ack: Ack) -> Explanation:
@@ -450,9 +460,21 @@ class Sender:
         if reset:
             self._tell_reset(lane, f"item {lane.facts.next_seq} was expected next, it assigned {ack.first_seq}")
         if shared and not lane.facts.shared:
-            lane.facts = lane.facts._replace(shared=True)
-            self._tell("several_writers", conversation_id=lane.conversation)
+            self._note_shared(lane)
         return found
+
+    async def _is_used_elsewhere(self, lane: Lane) -> bool:
+        """Whether a process beside this one has appended behind the end that is known here, or is about to.
+
+        What stands there may be its, and be equal to ours.
+        """
+        conversation, end = lane.conversation, lane.facts.next_seq
+        assert end is not None
+        return await _await(self.buffer.run(lambda spools: spools.is_used_elsewhere(conversation, end)))
+
+    def _note_shared(self, lane: Lane) -> None:
+        lane.facts = lane.facts._replace(shared=True)
+        self._tell("several_writers", conversation_id=lane.conversation)
 
     async def _acknowledge(self, lane: Lane, rows: list[Row], found: Explanation) -> None:
         taken = rows[: found.batches]

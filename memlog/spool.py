@@ -5,8 +5,9 @@ A batch is in exactly one table: ``pending`` until the server answers, then ``ac
 
     stored = acknowledged + pending + refused + dropped + forgotten + lost
 
-holds after every commit. ``lane`` keeps what is known of a conversation on the server: ``next_seq``, the number that
-the next item should get, written before the first request and with every acknowledgement.
+holds after every commit; *forgotten* is what was acknowledged so long ago that its range is no longer kept. ``lane``
+keeps what is known of a conversation on the server: ``next_seq``, the number that the next item should get, written
+before the first request and with every acknowledgement. It goes when all else of the conversation has gone.
 
 The file belongs to whoever holds the kernel lock beside it, and is read and written over one connection in one thread:
 SQLite before 3.51.3 can lose commits where two connections write. Its format is in :mod:`memlog.schema`; what becomes
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import time
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memlog import system
 from memlog.errors import BufferUnusableError
@@ -37,14 +39,22 @@ from memlog.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+T = TypeVar("T")
 
 ACKNOWLEDGED_KEPT = 10_000
 """Acknowledged ranges stay readable for this many batches: replay needs those of the last seconds."""
 
+LANES_KEPT = 100_000
+"""Conversations known to be full or shared are remembered, up to so many, beyond their acknowledged ranges."""
+
 ECHOES_KEPT = 8
 """Requests of one conversation that are remembered as sent twice."""
+
+DUPLICATES_KEPT = 10_000
+"""Ranges that are second copies; the event told of each when it was found."""
 
 INTENTS_KEPT = 1_000
 """Commands from outside that are remembered as carried out; each needs that only until its file is gone."""
@@ -53,6 +63,12 @@ MOVED_KEPT = 1_000
 """Dead letters that were requeued, and whose new numbers are remembered."""
 
 _MOVED = "moved-"
+_IDLE = (  # lanes that nothing else in the file mentions
+    "NOT EXISTS (SELECT 1 FROM acknowledged WHERE conversation = lane.conversation)"
+    " AND NOT EXISTS (SELECT 1 FROM pending WHERE conversation = lane.conversation)"
+    " AND NOT EXISTS (SELECT 1 FROM echo WHERE conversation = lane.conversation)"
+    " AND conversation NOT IN (SELECT conversation FROM refused)"
+)
 _CHECKED_BYTES_MAX = 256 * 1024 * 1024  # a check of the structure reads all of it, at 0.5 to 2 GB a second
 _TIDY_PAGES = 4096
 _SCARCE_BYTES = 8 * 1024 * 1024  # a group of batches, and as much again
@@ -135,6 +151,16 @@ class Row:
     body: bytes = field(repr=False)
 
 
+class Place(NamedTuple):
+    """Where a pending batch is: the file, None in memory, and its number there; and how large it is."""
+
+    path: Path | None
+    id: int
+    items: int
+    size: int
+    stored_at: int
+
+
 class LaneFacts(NamedTuple):
     """What a spool knows of a conversation on the server.
 
@@ -165,7 +191,8 @@ class Spool:
         self.was_clean = True  # the last owner closed it
         self._lock = lock
         self._db = db
-        self._acknowledged_since_trim = ACKNOWLEDGED_KEPT  # processes may be short, so the first one in each trims
+        # Processes may be short, so the first acknowledgement in each trims.
+        self._acknowledged_since_trim = self._acknowledged_since_sweep = ACKNOWLEDGED_KEPT
         self._wal_blocked_at = 0
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -396,11 +423,36 @@ class Spool:
                 self.books.acknowledged_items += row.items
             first_seq += row.items
         self._acknowledged_since_trim += len(rows)
+        self._acknowledged_since_sweep += len(rows)
         if self._acknowledged_since_trim > ACKNOWLEDGED_KEPT // 10:
             self._acknowledged_since_trim = 0
-            # By their turn and not by id: one that waited for long has a low id, and somebody who waits for it.
-            query = "DELETE FROM acknowledged WHERE turn <= (SELECT max(turn) FROM acknowledged) - ?"
-            self._db.execute(query, (ACKNOWLEDGED_KEPT,))
+            self._forget_ranges()
+        if self._acknowledged_since_sweep > ACKNOWLEDGED_KEPT:  # looks at every lane, which takes some milliseconds
+            self._acknowledged_since_sweep = 0
+            self._forget_lanes()
+
+    def _forget_ranges(self) -> None:
+        # By their turn and not by id: one that waited for long has a low id, and somebody who waits for it.
+        old = "FROM acknowledged WHERE turn <= (SELECT max(turn) FROM acknowledged) - ?"
+        query = f"SELECT count(*), coalesce(sum(last_seq + 1 - first_seq), 0) {old}"
+        found: tuple[int, int] = self._db.execute(query, (ACKNOWLEDGED_KEPT,)).fetchone()
+        self._db.execute(f"DELETE {old}", (ACKNOWLEDGED_KEPT,))
+        books = self.books
+        # A salvage may bring ranges back that had been forgotten already.
+        batches, items = min(found[0], books.acknowledged_batches), min(found[1], books.acknowledged_items)
+        books.acknowledged_batches -= batches
+        books.acknowledged_items -= items
+        books.forgotten_batches += batches
+        books.forgotten_items += items
+
+    def _forget_lanes(self) -> None:
+        """Forget conversations of which nothing else is here any more: the next batch looks for their end anew."""
+        self._db.execute(f"DELETE FROM lane WHERE {_IDLE} AND NOT sealed AND NOT shared")  # noqa: S608 - our own words
+        # Of what is left it would have to be found out again: by a refusal that it is full, perhaps too late that it is
+        # shared.
+        if self._db.execute("SELECT count(*) FROM lane").fetchone()[0] > LANES_KEPT:
+            rest = f"SELECT conversation FROM lane WHERE {_IDLE} ORDER BY shared DESC LIMIT -1 OFFSET ?"  # noqa: S608
+            self._db.execute(f"DELETE FROM lane WHERE conversation IN ({rest})", (LANES_KEPT,))  # noqa: S608
 
     def refuse(self, rows: Sequence[Row], error: dict[str, Any]) -> None:
         """Move ``rows`` to the dead letters, with the reason."""
@@ -478,8 +530,9 @@ class Spool:
         )
 
     def note_echo(self, conversation: str, keys: list[list[bytes]]) -> None:
-        """Remember a request that is about to be sent again; only the latest few of a conversation are kept."""
+        """Remember a request that is about to be sent again, once however often: the latest few of a conversation."""
         text = json.dumps([[key.hex() for key in batch] for batch in keys])
+        self._db.execute("DELETE FROM echo WHERE conversation = ? AND keys = ?", (conversation, text))
         self._db.execute("INSERT INTO echo VALUES (?, ?, ?)", (conversation, time.time_ns() // 1000, text))
         self._db.execute(
             "DELETE FROM echo WHERE conversation = ? AND rowid NOT IN"
@@ -495,6 +548,8 @@ class Spool:
     def note_duplicate(self, conversation: str, first_seq: int, last_seq: int) -> None:
         """Remember that this range of the log holds a second copy."""
         self._db.execute("INSERT OR IGNORE INTO duplicate VALUES (?, ?, ?)", (conversation, first_seq, last_seq))
+        query = "DELETE FROM duplicate WHERE rowid <= (SELECT max(rowid) FROM duplicate) - ?"
+        self._db.execute(query, (DUPLICATES_KEPT,))
 
     def note(self, key: str, value: float | str | None) -> None:
         """Keep a single value over restarts; None removes it."""
@@ -528,13 +583,7 @@ class Spool:
 
     def lane(self, conversation: str) -> LaneFacts:
         """What is known of the conversation on the server."""
-        query = "SELECT next_seq, anchor, sealed, shared FROM lane WHERE conversation = ?"
-        found = self._db.execute(query, (conversation,)).fetchone()
-        if found is None:
-            return LaneFacts()
-        rows = self._db.execute("SELECT keys FROM echo WHERE conversation = ? ORDER BY rowid", (conversation,))
-        echoes = tuple([[bytes.fromhex(key) for key in batch] for batch in json.loads(row[0])] for row in rows)
-        return LaneFacts(found[0], found[1], bool(found[2]), bool(found[3]), echoes)
+        return _lane(self._db, conversation)
 
     def lanes_with_echoes(self) -> list[str]:
         """The conversations of :meth:`note_echo`."""
@@ -550,9 +599,16 @@ class Spool:
             self._check(NewRow(row_id, conversation, items, size, body), stored_at, crc)
             yield Row(self, row_id, conversation, items, size, stored_at, body)
 
+    def places(self, conversation: str) -> list[Place]:
+        """The conversation's batches in order, without their bytes."""
+        return _places(self._db, self.path, conversation)
+
+    def bodies(self, ids: Sequence[int]) -> list[bytes | tuple[int, int] | None]:
+        """The bytes of each batch while it is pending, then its acknowledged range; None if it is neither."""
+        return _bodies(self._db, self.path, ids)
+
     def _check(self, row: NewRow, stored_at: int, crc: int) -> None:
-        if not isinstance(row.body, bytes) or checksum(row, stored_at) != crc:
-            raise DamagedError(str(self.path), f"batch {row.id} of conversation {row.conversation} is damaged")
+        _check(self.path, row, stored_at, crc)
 
     def first_pending_id(self) -> int | None:
         """The oldest pending batch's id."""
@@ -563,11 +619,6 @@ class Spool:
         """When the oldest pending batch was stored, in microseconds since 1970."""
         found: tuple[int] | None = self._db.execute("SELECT stored_at FROM pending ORDER BY id LIMIT 1").fetchone()
         return found and found[0]
-
-    def acknowledged_past(self, conversation: str, seq: int) -> bool:
-        """Whether a batch is known to be acknowledged at or past ``seq``."""
-        query = "SELECT 1 FROM acknowledged WHERE conversation = ? AND last_seq >= ? LIMIT 1"
-        return self._db.execute(query, (conversation, seq)).fetchone() is not None
 
     def is_pending(self, row_id: int) -> bool:
         """Whether the batch still waits to be sent."""
@@ -619,6 +670,70 @@ def peek_outcome(path: Path, name: str, row_id: int) -> tuple[int, int] | dict[s
         if db.execute("SELECT 1 FROM meta WHERE key = 'name' AND value = ?", (name,)).fetchone() is not None:
             return _outcome(db, row_id)
     return None
+
+
+def peek_lane(path: Path, conversation: str) -> tuple[LaneFacts, list[Place]] | None:
+    """:meth:`Spool.lane` and :meth:`Spool.places` at one moment, from outside; None if the file is no readable spool.
+
+    BufferUnusableError: it cannot be read just now.
+    """
+
+    def look(db: sqlite3.Connection) -> tuple[LaneFacts, list[Place]]:
+        db.execute("BEGIN")
+        return _lane(db, conversation), _places(db, path, conversation)
+
+    return _look_into(path, look)
+
+
+def peek_bodies(path: Path, ids: Sequence[int]) -> list[bytes | tuple[int, int] | None]:
+    """:meth:`Spool.bodies` from outside; None also where the file is no readable spool. Raises as :func:`peek_lane`."""
+    return _look_into(path, lambda db: _bodies(db, path, ids)) or [None] * len(ids)
+
+
+def _look_into(path: Path, look: Callable[[sqlite3.Connection], T]) -> T | None:
+    try:
+        with read_only(path) as db:
+            return look(db)
+    except (OSError, ValueError, sqlite3.Error, DamagedError) as error:
+        # What is damaged, gone or none of ours is its owner's matter, or nobody's. Trouble that passes is told.
+        if isinstance(error, sqlite3.Error) and is_passing(error) and path.is_file() and os.access(path, os.R_OK):
+            raise BufferUnusableError(str(path), str(error)) from error
+        return None
+
+
+def _check(path: Path | None, row: NewRow, stored_at: int, crc: int) -> None:
+    if not isinstance(row.body, bytes) or checksum(row, stored_at) != crc:
+        raise DamagedError(str(path), f"batch {row.id} of conversation {row.conversation} is damaged")
+
+
+def _lane(db: sqlite3.Connection, conversation: str) -> LaneFacts:
+    query = "SELECT next_seq, anchor, sealed, shared FROM lane WHERE conversation = ?"
+    found = db.execute(query, (conversation,)).fetchone()
+    if found is None:
+        return LaneFacts()
+    rows = db.execute("SELECT keys FROM echo WHERE conversation = ? ORDER BY rowid", (conversation,))
+    echoes = tuple([[bytes.fromhex(key) for key in batch] for batch in json.loads(row[0])] for row in rows)
+    return LaneFacts(found[0], found[1], bool(found[2]), bool(found[3]), echoes)
+
+
+def _places(db: sqlite3.Connection, path: Path | None, conversation: str) -> list[Place]:
+    query = "SELECT id, items, size, stored_at FROM pending WHERE conversation = ? ORDER BY id"
+    return [Place(path, *row) for row in db.execute(query, (conversation,))]
+
+
+def _bodies(db: sqlite3.Connection, path: Path | None, ids: Sequence[int]) -> list[bytes | tuple[int, int] | None]:
+    found: list[bytes | tuple[int, int] | None] = []
+    query = "SELECT id, conversation, items, size, body, stored_at, crc FROM pending WHERE id = ?"
+    for row_id in ids:
+        columns = db.execute(query, (row_id,)).fetchone()
+        if columns is None:
+            outcome = _outcome(db, row_id)
+            found.append(outcome if isinstance(outcome, tuple) else None)
+            continue
+        row = NewRow(*columns[:5])
+        _check(path, row, *columns[5:])
+        found.append(row.body)
+    return found
 
 
 def _outcome(db: sqlite3.Connection, row_id: int) -> tuple[int, int] | dict[str, Any] | None:

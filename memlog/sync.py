@@ -104,10 +104,11 @@ class SyncReceipt:
 
 
 class SyncReplay:
-    """:class:`memlog.Replay` for a plain ``for``."""
+    """:class:`memlog.Replay` for a plain ``for``; of several threads each gets other items."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
+        self._lock = threading.Lock()
 
     @property
     def next_offset(self) -> int:
@@ -131,16 +132,17 @@ class SyncReplay:
         return self
 
     def __next__(self) -> Item:
-        item = self._replay._take()  # noqa: SLF001 - most items are here already and need no crossing
-        if item is None:
-            try:
-                item = engine.running().block(self._replay.__anext__)
-            except StopAsyncIteration:
-                raise StopIteration from None
-        return item
+        with self._lock:
+            item = self._replay._take()  # noqa: SLF001 - most items are here already and need no crossing
+            if item is None:
+                try:
+                    item = engine.running().block(self._replay.__anext__)
+                except StopAsyncIteration:
+                    raise StopIteration from None
+            return item
 
     def close(self) -> None:
-        """End the iteration."""
+        """End the iteration, also for a thread that waits for it."""
         engine.running().block(self._replay.close)
 
 
@@ -271,13 +273,18 @@ class SyncMemoryLog:
         return engine.running().block(self._log.duplicates)
 
     def close(self) -> None:
-        """Flush for ``flush_timeout`` seconds, then let go of the buffer. Idempotent."""
-        try:
-            running = engine.running()
-        except NoThreadError:
-            self._log.closed = True  # the interpreter ends, which stores what was accepted
+        """Flush for ``flush_timeout`` seconds, then let go of the buffer; as :meth:`memlog.MemoryLog.close`."""
+        engine.refuse_own_thread()
+        if self._log.closed:
             return
-        running.block(self._log.close)
+        self._log.closed = True
+        core, seconds = self._log._core, self._log._flush_timeout  # noqa: SLF001 - two faces of one thing
+        try:
+            engine.running().block_for(core.close_patience(seconds), core.leave, seconds)
+        except NoThreadError:
+            pass  # the interpreter ends, which stores what was accepted
+        except TimeoutError:
+            core.left_alone()
 
     def __enter__(self) -> Self:
         return self

@@ -344,6 +344,15 @@ def test_the_events_page_lists_each_kind_with_its_level(caplog: pytest.LogCaptur
     assert rows == written
 
 
+def test_the_events_page_lists_each_figure_of_statistics() -> None:
+    """The table against the code, in both directions."""
+    table = page("events.md").partition("## Figures")[2]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+
+    assert sorted(listed) == sorted(field.name for field in fields(memlog.Statistics))
+
+
 def test_the_limits_page_has_the_contract_s_numbers() -> None:
     """A number that changes in the code changes on the page."""
     text = page("limits.md")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
+import os
+import pickle
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -12,12 +17,13 @@ from dataclasses import FrozenInstanceError, fields
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import httpx
 import pytest
-from between import Between
+from between import Between, Call
 from books import PATIENCE, QUICK, books, contents, until, warnings_of
 
 import memlog
-from memlog import BufferLimits, PermanentError, RetryPolicy, Statistics, open_log
+from memlog import BufferLimits, PermanentError, RetryPolicy, Statistics, core, engine, open_log, spool, writer
 from memlog.errors import (
     AuthenticationError,
     BufferUnusableError,
@@ -27,6 +33,7 @@ from memlog.errors import (
     InvalidConversationIdError,
     RateLimitedError,
 )
+from memlog.payload import encode_batch
 from memlog.testing import reference_server
 
 if TYPE_CHECKING:
@@ -559,6 +566,87 @@ async def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(
     assert changes[0].reason
 
 
+@pytest.mark.anyio
+async def test_credentials_that_fail_are_told_once_and_once_that_they_serve_again(
+    server: ReferenceServer, tmp_path: Path
+) -> None:
+    """However many probes lie in between."""
+    events: list[Event] = []
+    server.faults.add("status", status=401, times=None)
+    with anyio.fail_after(PATIENCE):
+        async with open_log(
+            server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, on_event=events.append
+        ) as log:
+            receipt = log.conversation(CHAT).append({"n": 0})
+            await until(lambda: server.counters.calls.total() >= 6)
+            assert (log.statistics().state, log.statistics().gate_seconds is None) == ("blocked", False)
+            server.faults.clear()
+            await receipt.acknowledged()
+            await until(lambda: events[-1].kind == "acknowledged")
+    changes = [event for event in events if event.kind not in ("stored", "acknowledged")]
+    assert [event.kind for event in changes] == ["blocked", "ok"]
+    assert isinstance(changes[0].error, AuthenticationError)
+    assert changes[0].reason
+
+
+@pytest.mark.anyio
+async def test_a_disk_in_trouble_is_told_once_and_once_that_it_serves_again(
+    server: ReferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many attempts lie in between; what was accepted meanwhile is stored then."""
+    events: list[Event] = []
+    commits = 0
+    real = spool.Spool.commit
+
+    def commit(self: spool.Spool) -> None:
+        nonlocal commits
+        if self._db.in_transaction and commits < 4:
+            commits += 1
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorname = "SQLITE_IOERR_WRITE"
+            raise error
+        real(self)
+
+    with anyio.fail_after(PATIENCE):
+        async with open_log(
+            server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, on_event=events.append
+        ) as log:
+            monkeypatch.setattr(spool.Spool, "commit", commit)
+            await log.conversation(CHAT).append({"n": 0}).acknowledged()
+            await until(lambda: events[-1].kind == "acknowledged")
+    changes = [event for event in events if event.kind not in ("stored", "acknowledged")]
+    assert [event.kind for event in changes] == ["disk_trouble", "disk_ok"]
+    assert "SQLITE_IOERR_WRITE" in (changes[0].reason or "")
+    assert commits == 4
+
+
+@pytest.mark.anyio
+async def test_a_damaged_file_of_which_everything_goes_on_is_told_as_degraded(
+    server: ReferenceServer, tmp_path: Path
+) -> None:
+    """With what goes on, and where the file is kept; then it is sent, as what another process left."""
+    events: list[Event] = []
+    with anyio.fail_after(PATIENCE):
+        server.stop()
+        log = open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, flush_timeout=0)
+        await log.conversation(CHAT).extend(numbered(3)).stored()
+        await log.close()
+        [path] = tmp_path.glob("*/*.db")
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("DROP INDEX pending_by_lane")  # then its tables are not those of a spool
+        server.start()
+        async with open_log(
+            server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, on_event=events.append
+        ) as log:
+            await until(lambda: events and events[-1].kind == "acknowledged")
+            assert log.statistics().lost_items == 0
+    told = {event.kind: event for event in events}
+    assert list(told) == ["degraded", "adopted", "acknowledged"]
+    assert told["degraded"].items == told["adopted"].items == 3
+    assert f"{path.name}.corrupt-" in (told["degraded"].reason or "")
+    assert await contents(server) == {CHAT: texts(3)}
+
+
 # --- flush, check, statistics ----------------------------------------------------------------------------------------
 
 
@@ -705,6 +793,310 @@ async def test_statistics_count_items_and_batches_and_never_wait(server: Referen
             with pytest.raises(FrozenInstanceError):
                 found.stored_items = 0  # type: ignore[misc]
             books(log)
+
+
+ANSWERS = ("acknowledged", "invalid", "full", "throttled", "blocked", "transient", "unknown")
+
+
+def answers(log: memlog.MemoryLog) -> dict[str, int]:
+    """The counts of requests by what became of them, without those that are 0."""
+    counts = {name: getattr(log.statistics(), f"requests_{name}") for name in ANSWERS}
+    return {name: count for name, count in counts.items() if count}
+
+
+async def arrives_and_breaks(call: Call) -> None:
+    await call.forward()
+    raise httpx.ReadError("broken")
+
+
+def breaks(call: Call) -> None:
+    raise httpx.ConnectError("no route")
+
+
+FATES: dict[str, tuple[list[Any], dict[str, int]]] = {
+    "taken": ([], {"acknowledged": 1}),
+    "refused twice": ([Call.refuse, Call.refuse], {"invalid": 2}),
+    "the rate limit": ([lambda call: call.refuse(status=429)], {"throttled": 1, "acknowledged": 1}),
+    "the credentials": ([lambda call: call.refuse(status=401)], {"blocked": 1, "acknowledged": 1}),
+    "no connection": ([breaks], {"transient": 1, "acknowledged": 1}),
+    "a failed server": ([lambda call: call.refuse(status=500)], {"unknown": 1, "acknowledged": 1}),
+    "busy": ([lambda call: call.refuse(status=503)], {"unknown": 1, "acknowledged": 1}),
+    "arrived, and no answer": ([arrives_and_breaks], {"unknown": 1, "acknowledged": 1}),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("fates", "expected"), FATES.values(), ids=FATES.keys())
+async def test_statistics_count_requests_by_their_answers(
+    fates: list[Any], expected: dict[str, int], server: ReferenceServer, tmp_path: Path
+) -> None:
+    """One class a failed append, from its answer alone; what is found by reading the log counts as acknowledged, too."""
+    left = list(fates)
+    between = Between(lambda call: left.pop(0)(call) if left and call.tool == "append_memory" else None)
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, transport=between) as log:
+            assert answers(log) == {}
+            receipt = log.conversation(CHAT).append({"n": 0})
+            if "invalid" in expected:
+                with pytest.raises(PermanentError):
+                    await receipt.acknowledged()
+            else:
+                await receipt.acknowledged()
+            assert answers(log) == expected
+            assert log.statistics().requests_sent == len(between.appends)
+
+
+@pytest.mark.anyio
+async def test_statistics_count_full_conversations_and_those_that_are_held(tmp_path: Path) -> None:
+    """The site is well all the same: a state of its own has neither."""
+    refusing = True
+    between = Between(lambda call: call.refuse(status=500) if refusing and call.conversation == OTHER else None)
+    with reference_server(conversation_items_max=1) as server, anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, transport=between) as log:
+            await log.conversation(CHAT).append({"n": 0}).acknowledged()
+            with pytest.raises(ConversationFullError):
+                await log.conversation(CHAT).append({"n": 1}).acknowledged()
+            found = log.statistics()
+            assert (found.sealed_conversations, found.requests_full, found.held_conversations) == (1, 1, 0)
+            receipt = log.conversation(OTHER).append({"n": 0})
+            await until(lambda: log.statistics().held_conversations)
+            found = log.statistics()
+            assert (found.held_conversations, found.gate_seconds) == (1, None)
+            refusing = False
+            await receipt.acknowledged()
+            await until(lambda: log.statistics().held_conversations == 0)
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK) as log:
+            assert log.statistics().sealed_conversations == 1
+
+
+@pytest.mark.anyio
+async def test_statistics_tell_for_how_long_the_site_waits(server: ReferenceServer, tmp_path: Path) -> None:
+    """None while it does not; also of a pause that an earlier process was asked for."""
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, flush_timeout=0) as log:
+            assert log.statistics().gate_seconds is None
+            server.faults.add("status", tool="append_memory", status=429, retry_after=3000)
+            await log.conversation(CHAT).append({"n": 0}).stored()
+            await until(lambda: log.statistics().state == "waiting")
+            found = log.statistics()
+            assert found.gate_seconds is not None
+            assert 3000 - PATIENCE < found.gate_seconds <= 3000
+            assert isinstance(found.last_error, RateLimitedError)
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, flush_timeout=0) as log:
+            await until(lambda: log.statistics().state == "waiting")
+            again = log.statistics().gate_seconds
+            assert again is not None
+            assert 3000 - 2 * PATIENCE < again <= found.gate_seconds
+
+
+@pytest.mark.anyio
+async def test_the_last_error_is_kept_after_everything_went_well_again(server: ReferenceServer, tmp_path: Path) -> None:
+    """Who looks an hour later wants to know. It is bare: the frames of a traceback would hold payloads."""
+    between = Between(lambda call: breaks(call) if failing and call.tool == "append_memory" else None)
+    failing = True
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK, transport=between) as log:
+            assert (log.statistics().last_error, log.statistics().last_error_seconds) == (None, None)
+            receipt = log.conversation(CHAT).append({"text": "a-payload"})
+            await until(lambda: log.statistics().last_error)
+            failing = False
+            await receipt.acknowledged()
+            found = log.statistics()
+    assert (found.state, found.gate_seconds) == ("ok", None)
+    error = found.last_error
+    assert isinstance(error, ConnectionFailedError)
+    assert found.last_error_seconds is not None
+    assert 0 <= found.last_error_seconds < PATIENCE
+    assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
+    assert "a-payload" not in f"{found!r} {error!r} {error.__dict__}"
+    for other in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert other == found
+        assert hash(other) == hash(found)
+        assert str(other.last_error) == str(error)
+
+
+@pytest.mark.anyio
+async def test_statistics_wait_for_nobody(server: ReferenceServer, tmp_path: Path) -> None:
+    """Neither for the writer nor for the engine nor for an append: a health check that hangs is worse than none."""
+    stuck, go = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        stuck.set()
+        go.wait(PATIENCE)
+
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, flush_timeout=0) as log:
+            await log.conversation(CHAT).append({"n": 0}).acknowledged()
+            writing = log._core.buffer.run(hold, writes=True)
+            try:
+                await anyio.to_thread.run_sync(stuck.wait, PATIENCE)
+                locks = (log._core.buffer._lock, core._lock, log._core._sending._lock)
+                taken = threading.Event()
+                holder = threading.Thread(target=hold_all, args=(locks, taken, go))
+                holder.start()
+                await anyio.to_thread.run_sync(taken.wait, PATIENCE)
+                engine.running().soon(go.wait, PATIENCE)
+                assert log.statistics().acknowledged_items == 1
+            finally:
+                go.set()
+            await anyio.to_thread.run_sync(holder.join)
+            await anyio.to_thread.run_sync(writing.result, PATIENCE)
+
+
+def hold_all(locks: tuple[Any, ...], taken: threading.Event, go: threading.Event) -> None:
+    with contextlib.ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        taken.set()
+        go.wait(PATIENCE)
+
+
+@pytest.mark.anyio
+async def test_statistics_answer_before_anything_began_and_after_it_ended(
+    server: ReferenceServer, tmp_path: Path
+) -> None:
+    """From the first moment to long after the last: what was known is known still, and no file is held any more."""
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, auth=server.auth, buffer_dir=tmp_path, retry=QUICK) as log:
+            assert log._core._sending.sender is None
+            assert (log.statistics().stored_items, log.statistics().spools) == (0, 1)
+            await log.conversation(CHAT).extend(numbered(3)).acknowledged()
+        found = log.statistics()
+        assert (found.stored_items, found.acknowledged_items, found.requests_acknowledged) == (3, 3, 1)
+        assert (found.requests_in_flight, found.spools, found.unstored_bytes) == (0, 0, 0)
+        assert found == log.statistics()
+
+
+@pytest.mark.anyio
+async def test_what_was_in_files_that_are_gone_is_told_and_counts_once(
+    server: ReferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour's file is adopted, drained, given back and removed after an hour: the sums never go back."""
+    monkeypatch.setattr(writer, "SCAN_SECONDS", 0.02)
+    settings: dict[str, Any] = {"auth": server.auth, "buffer_dir": tmp_path, "retry": QUICK}
+
+    def sums() -> tuple[int, int]:
+        found = log.statistics()
+        return found.stored_items, found.earlier_stored_items
+
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, **settings) as log:
+            await log.conversation(CHAT).extend(numbered(3)).acknowledged()
+            [own] = tmp_path.glob("*/*.db")
+            await anyio.to_thread.run_sync(leave_a_file, own.parent)
+            await until(lambda: log.statistics().acknowledged_items == 5)
+            await until(lambda: log.statistics().spools == 1)
+            assert sums() == (5, 0)  # given back, and counted here
+            [path] = [path for path in own.parent.glob("*.db") if path != own]
+            os.utime(path, (1, 1))
+            await until(lambda: log.statistics().earlier_stored_items)
+            await until(lambda: sums() == (3, 2))
+            assert not path.exists()
+            found = log.statistics()
+            assert (found.earlier_acknowledged_items, found.earlier_dropped_items) == (2, 0)
+            assert (found.earlier_forgotten_items, found.earlier_lost_items) == (0, 0)
+        async with open_log(server.url, **settings) as log:
+            await until(lambda: sums() == (3, 2))
+
+
+def leave_a_file(site: Path) -> None:
+    """What a process leaves that was killed: two items, stored and not sent."""
+    path = site.parent / "ffff-neighbour.db"  # or it would be taken over before it is done
+    left = spool.Spool.open(path, None)
+    batch = encode_batch(numbered(2))
+    left.begin()
+    left.store([spool.NewRow(1, OTHER, batch.items, batch.size, batch.body)])
+    left.commit()
+    left.close()
+    path.rename(site / path.name)
+
+
+@pytest.mark.anyio
+async def test_a_ledger_that_cannot_be_read_stops_nothing(server: ReferenceServer, tmp_path: Path) -> None:
+    """Whatever is in it: it is set aside, and sums begin anew."""
+    settings: dict[str, Any] = {"auth": server.auth, "buffer_dir": tmp_path, "retry": QUICK}
+    with anyio.fail_after(PATIENCE):
+        async with open_log(server.url, **settings) as log:
+            await log.conversation(CHAT).append({"n": 0}).acknowledged()
+        [own] = tmp_path.glob("*/*.db")
+        for number, text in enumerate(['{"total": {}, "spools": {"a": 3}}', "[" * 100_000, "\udcff", "7"], start=1):
+            (own.parent / "ledger.json").write_text(text, "utf-8", "surrogatepass")
+            async with open_log(server.url, **settings) as log:
+                await log.conversation(CHAT).append({"n": number}).acknowledged()
+                await until(lambda number=number: len(list(own.parent.glob("ledger.json.corrupt-*"))) == number)
+                assert log.statistics().earlier_stored_items == 0
+    assert await contents(server) == {CHAT: texts(5)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_statistics_answer_in_a_forked_child_about_the_child(server: ReferenceServer, tmp_path: Path) -> None:
+    """At once, before the child has anything of its own; what the parent has is the parent's."""
+    script = """
+import json, os, signal, sys
+from dataclasses import asdict
+from memlog.sync import open_log
+log = open_log(sys.argv[1], auth=("demo", "demo"), buffer_dir=sys.argv[2])
+log.conversation("c_parent00").extend([{"n": 0}, {"n": 1}]).acknowledged(20)
+if os.fork() == 0:
+    signal.alarm(20)
+    first = log.statistics()
+    log.conversation("c_child000").append({"n": 0}).acknowledged(20)
+    print(json.dumps([asdict(first), asdict(log.statistics())]), flush=True)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert log.statistics().acknowledged_items == 2
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, server.url, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    first, then = json.loads(ended.stdout)
+    assert {name: value for name, value in first.items() if value} == {"state": "ok"}
+    assert (then["stored_items"], then["acknowledged_items"], then["requests_sent"], then["spools"]) == (1, 1, 1, 1)
+
+
+# --- conversations that were forgotten ---------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_a_conversation_that_the_buffer_has_forgotten_goes_on_where_it_was(
+    server: ReferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is looked for, as for a new one: also when the answer to its next request is lost, and after a restart."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 10)
+    told: list[str] = []
+
+    def facts(log: memlog.MemoryLog) -> spool.LaneFacts:
+        return log._core.buffer.run(lambda spools: spools.own.lane(CHAT)).result(PATIENCE)
+
+    async def others(log: memlog.MemoryLog, count: int = 30) -> None:
+        for n in range(count):
+            await log.conversation(f"another-{n:04}").append({"n": n}).acknowledged()
+
+    settings: dict[str, Any] = {"auth": server.auth, "buffer_dir": tmp_path, "retry": QUICK}
+    with anyio.fail_after(2 * PATIENCE):
+        async with open_log(server.url, **settings, on_event=lambda event: told.append(event.kind)) as log:
+            await log.conversation(CHAT).extend(numbered(3)).acknowledged()
+            assert facts(log).next_seq == 3
+            await others(log)
+            assert facts(log) == spool.LaneFacts()
+            server.faults.add("drop", tool="append_memory", when="after")
+            assert (await log.conversation(CHAT).append({"n": 3}).acknowledged()).first_seq == 3
+            assert facts(log).next_seq == 4
+            await others(log)
+            assert facts(log) == spool.LaneFacts()
+            found = log.statistics()
+            assert found.stored_items == found.acknowledged_items + found.forgotten_items
+            assert found.forgotten_items > 0
+        async with open_log(server.url, **settings) as log:
+            assert (await log.conversation(CHAT).append({"n": 4}).acknowledged()).first_seq == 4
+            assert [item.payload async for item in log.conversation(CHAT).replay()] == numbered(5)
+    assert (await contents(server))[CHAT] == texts(5)
+    assert set(told) <= {"stored", "acknowledged"}
 
 
 # --- receipts --------------------------------------------------------------------------------------------------------

@@ -229,6 +229,16 @@ VALUES: list[Any] = [
         [{"text": "a-payload"}],
     ),
     memlog.FlushReport(complete=True, acknowledged=0, pending=0, refused=0, state="ok", reason=None),
+    memlog.Statistics(
+        state="waiting",
+        reason="nobody answers",
+        last_error=memlog.TransientError("nobody answers"),
+        **{
+            field.name: 0
+            for field in dataclasses.fields(memlog.Statistics)
+            if field.default is dataclasses.MISSING and field.name not in ("state", "reason")
+        },
+    ),
     memlog.RetryPolicy(),
     memlog.BufferLimits(),
     memlog.events.Event(kind="ok"),

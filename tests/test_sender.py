@@ -7,6 +7,8 @@ import itertools
 import json
 import logging
 import sqlite3
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -595,18 +597,19 @@ def test_what_was_in_flight_when_the_log_was_closed_is_looked_for_before_it_is_s
 
 def test_fifty_lost_answers_over_fifty_restarts_leave_no_copy(opened: Opener, server: ReferenceServer) -> None:
     """The base of each lane is on disk, in the same commit as the acknowledgement before."""
-    for n in range(15):
+    for n in range(50):
         server.faults.clear()
-        server.faults.add("drop", tool="append_memory", when="after", times=None)
+        lost = server.faults.add("drop", tool="append_memory", when="after", times=None)
         server.faults.add("status", tool="replay_memory", status=500, times=None, probability=0.5, seed=n)
         log = opened()
         log.conversation(LANE).append({"n": n})
-        until(lambda n=n: len(opened.contents().get(LANE, [])) >= n)
+        until(lambda lost=lost: lost.struck)
         log.close()
+    assert server.counters.calls["append_memory"] >= 50
     server.faults.clear()
     log = opened()
     drain(log)
-    assert opened.contents() == {LANE: numbered(15)}
+    assert opened.contents() == {LANE: numbered(50)}
     assert log.duplicates() == []
 
 
@@ -1056,3 +1059,181 @@ def test_the_error_of_a_rate_limit_never_reaches_a_receipt(opened: Opener) -> No
 
 
 assert QUICK.blocked_delay < 1
+
+
+def test_an_item_that_another_process_appended_meanwhile_is_not_taken_for_ours(
+    opened: Opener, server: ReferenceServer, tmp_path: Path
+) -> None:
+    """A conversation that moves from process to process, and back: what is equal to ours, in our place, is theirs."""
+    lost: list[bool] = []
+
+    def lose(call: Call) -> None:
+        if lost and call.tool == "append_memory":
+            lost.pop()
+            raise httpx.ReadError("lost on the way")
+
+    log = opened(Between(lose))
+    log.conversation(LANE).append({"n": 0}).acknowledged(PATIENCE)
+    other = "import sys; from memlog.sync import open_log\n"
+    other += "with open_log(sys.argv[1], auth=('demo', 'demo'), buffer_dir=sys.argv[2]) as log:\n"
+    other += f"    log.conversation({LANE!r}).append({{'n': 1}}).acknowledged({PATIENCE})\n"
+    subprocess.run([sys.executable, "-c", other, server.url, str(tmp_path)], check=True, timeout=60)
+    lost.append(True)
+    assert log.conversation(LANE).append({"n": 1}).acknowledged(PATIENCE).first_seq == 2
+    assert opened.contents() == {LANE: [{"n": 0}, {"n": 1}, {"n": 1}]}
+    assert len(opened.of("several_writers")) == 1
+
+
+# --- evidence, at its full length --------------------------------------------------------------------------------------
+
+
+def test_others_are_served_at_every_stage_of_the_case_against_a_batch(opened: Opener) -> None:
+    """The accused lane is held up at each of its calls in turn, and meanwhile another one sends and is answered."""
+    bad = "c_bad00000"
+    steps: list[tuple[str, asyncio.Event]] = []
+    over = False
+
+    async def one_step_at_a_time(call: Call) -> httpx.Response | None:
+        if call.conversation != bad or over:
+            return None
+        steps.append((call.tool, asyncio.Event()))
+        await steps[-1][1].wait()
+        return poison(call)
+
+    between = Between(one_step_at_a_time)
+    log = opened(between)
+    chat = log.conversation(bad)
+    guilty = chat.append({"n": "poison"})
+    append_all(log, numbered(3), bad)
+    log.flush(PATIENCE, until="stored")
+    others = 0
+    for stage in itertools.count():
+        until(lambda stage=stage: len(steps) > stage or not log.statistics().pending_items)
+        if len(steps) == stage:
+            over = True
+            break
+        for _ in range(3):
+            log.conversation(LANE).append({"n": others}).acknowledged(PATIENCE)
+            others += 1
+        loop_call(steps[stage][1].set)
+    with pytest.raises(InvalidRequestError):
+        guilty.acknowledged(PATIENCE)
+    drain(log)
+    assert [len(call.items) for call in between.appends if call.conversation == LANE] == [1] * others
+    assert others >= 3 * len([tool for tool, _ in steps if tool == "append_memory"]) >= 9
+    assert opened.contents() == {bad: numbered(3), LANE: numbered(others)}
+    assert opened.of("blocked") == opened.of("waiting") == []
+    assert len(log.dead_letters()) == 1
+
+
+def test_a_proxy_that_refuses_one_payload_holds_up_only_what_waits_behind_it(opened: Opener) -> None:
+    """What came before it goes out even from a merge, nothing is refused, and all of it arrives in order."""
+    allowed = False
+
+    def firewall(call: Call) -> httpx.Response | None:
+        return httpx.Response(403) if call.tool == "append_memory" and call.says("DROP TABLE") and not allowed else None
+
+    log = opened(Between(firewall))
+    batches = [{"n": 0}, {"n": 1}, {"text": "DROP TABLE"}, {"n": 2}, {"n": 3}]
+    append_all(log, batches)
+    others = 0
+    while opened.contents().get(LANE) != numbered(2):
+        log.conversation("c_bbbbbbbb").append({"n": others}).acknowledged(PATIENCE)
+        others += 1
+        assert others < 500
+    assert opened.of("blocked") == []
+    allowed = True
+    drain(log)
+    assert opened.contents() == {LANE: batches, "c_bbbbbbbb": numbered(others)}
+    assert log.dead_letters() == log.duplicates() == []
+    assert log.statistics().refused_items == 0
+
+
+@pytest.mark.contract("C2")
+@pytest.mark.parametrize("sizes", [(3, 2, 3, 1), (3, 3, 2, 1)], ids=["straddled", "met exactly"])
+def test_the_cap_of_100_000_items_met_within_a_merge_lets_in_what_fits(
+    opened: Opener, server: ReferenceServer, sizes: tuple[int, ...]
+) -> None:
+    """The first batch that is refused alone seals; what waits behind it is kept, in order, and can go elsewhere."""
+    cap, held = 100_000, 99_990
+    first = 4
+    asyncio.run(server.app.state.store.append("demo", LANE, [json.dumps({"n": n}) for n in range(held)]))
+    gate = asyncio.Event()
+
+    async def hold_the_first(call: Call) -> None:
+        if call.tool == "append_memory" and len(between.appends) == 1:
+            await gate.wait()
+
+    between = Between(hold_the_first)
+    log = opened(between)
+    chat = log.conversation(LANE)
+    starts = list(itertools.accumulate(sizes, initial=held + first))
+    receipts = [chat.extend(numbered(first, held))]
+    until(lambda: between.appends)
+    receipts += [chat.extend(numbered(size, start)) for start, size in zip(starts, sizes, strict=False)]
+    log.flush(PATIENCE, until="stored")
+    loop_call(gate.set)
+    drain(log)
+    fit, full = sizes[:2], sizes[2]
+    end = held + first + sum(fit)
+    assert cap - full < end <= cap
+    sent = [call.items for call in between.appends]
+    assert sent[1] == numbered(sum(sizes), held + first)
+    assert sent[-1] == numbered(full, end)
+    assert numbered(1, end + full) not in sent
+    assert [receipt.acknowledged(PATIENCE).first_seq for receipt in receipts[:3]] == [held, *starts[:2]]
+    for receipt in receipts[3:]:
+        with pytest.raises(ConversationFullError):
+            receipt.acknowledged(PATIENCE)
+    assert opened.contents()[LANE] == numbered(end)
+    until(lambda: opened.of("sealed"))
+    with pytest.raises(ConversationFullError):
+        chat.append({"n": "too late"})
+    log.conversation("c_bbbbbbbb").append({"n": 0}).acknowledged(PATIENCE)
+    log.close()
+
+    log = opened()
+    with pytest.raises(ConversationFullError):
+        log.conversation(LANE).append({"n": "too late"})
+    letters = log.dead_letters()
+    assert [letter.payloads for letter in letters] == [numbered(full, end), numbered(1, end + full)]
+    for letter in letters:
+        assert isinstance(letter.error, ConversationFullError)
+        log.requeue(letter, conversation_id="c_successor")
+    drain(log)
+    assert opened.contents()["c_successor"] == numbered(full + 1, end)
+    assert opened.contents()[LANE] == numbered(end)
+    assert log.dead_letters() == log.duplicates() == []
+    books_close(log)
+
+
+def test_a_batch_is_not_refused_on_the_word_of_a_proxy_where_others_append_too(
+    opened: Opener, server: ReferenceServer
+) -> None:
+    """There the log is not read back between two attempts; the harmless read is what clears the batch."""
+    mad = False
+
+    def decide(call: Call) -> httpx.Response | None:
+        return call.refuse() if mad else poison(call)
+
+    async def somebody_else() -> None:
+        async with Client(server.url, auth=server.auth) as client:
+            await client.append_memory(LANE, [{"other": 0}])
+
+    between = Between(decide)
+    log = opened(between)
+    log.conversation(LANE).append({"n": 0}).acknowledged(PATIENCE)
+    asyncio.run(somebody_else())
+    log.conversation(LANE).append({"n": 1}).acknowledged(PATIENCE)
+    until(lambda: opened.of("several_writers"))
+    mad = True
+    before = len(between.appends)
+    good = log.conversation(LANE).append({"n": 2})
+    until(lambda: len(between.appends) >= before + 5)
+    assert log.dead_letters() == []
+    assert log.statistics().state == "blocked"
+    mad = False
+    good.acknowledged(PATIENCE)
+    log.conversation(LANE).append({"n": "poison"})
+    until(log.dead_letters)
+    assert opened.contents() == {LANE: [{"n": 0}, {"other": 0}, {"n": 1}, {"n": 2}]}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from between import Between, Call, Opener, until
 from books import QUICK
 
-from memlog import RetryPolicy, sender
+from memlog import Client, RetryPolicy, engine, sender
 from memlog.errors import InvalidRequestError
+from memlog.testing import check_history, read_history
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import httpx
 
     from memlog.testing import ReferenceServer
 
@@ -53,13 +55,129 @@ def fails(call: Call) -> httpx.Response:
 
 def test_200_lost_answers_in_a_row_leave_no_copy(opened: Opener, server: ReferenceServer) -> None:
     """The server commits, then drops the answer, every time: each batch is found in the log and sent once."""
-    server.faults.add("drop", tool="append_memory", when="after", times=200)
+    fault = server.faults.add("drop", tool="append_memory", when="after", times=200)
     log = opened(retry=FAST)
     chat = log.conversation(LANE)
     for n in range(200):
         assert chat.append({"n": n}).acknowledged(30).first_seq == n
+    assert fault.struck == server.counters.calls["append_memory"] == 200
     assert log.duplicates() == []
+    assert opened.of("possible_duplicate") == []
     assert opened.contents()[LANE] == [{"n": n} for n in range(200)]
+
+
+def test_200_lost_answers_beside_another_writer_leave_200_copies_and_each_is_told(
+    opened: Opener, server: ReferenceServer
+) -> None:
+    """Where somebody else appends, too, reading back proves nothing about items without stamps: nothing is lost."""
+    answered = True
+
+    async def lose_the_first_answer(call: Call) -> httpx.Response | None:
+        nonlocal answered
+        if call.tool == "append_memory" and call.says("mine"):
+            answered = not answered
+            if not answered:
+                await call.forward()
+                raise httpx.ReadError("lost")
+        return None
+
+    log = opened(Between(lose_the_first_answer), retry=FAST)
+    chat = log.conversation(LANE)
+    chat.append({"n": 0}).acknowledged(30)
+    asyncio.run(somebody_else(server))
+    chat.append({"n": 1}).acknowledged(30)
+    for n in range(200):
+        assert chat.append({"mine": n}).acknowledged(30).first_seq == 3 + 2 * n + 1
+    until(lambda: len(opened.of("possible_duplicate")) == 200, "every one of them is told")
+    assert len(opened.of("several_writers")) == 1
+    mine = [{"mine": n} for n in range(200) for _ in range(2)]
+    assert opened.contents()[LANE] == [{"n": 0}, {"other": 0}, {"n": 1}, *mine]
+
+
+async def somebody_else(server: ReferenceServer) -> None:
+    async with Client(server.url, auth=server.auth) as client:
+        await client.append_memory(LANE, [{"other": 0}])
+
+
+@pytest.mark.parametrize("found", ["by the next append", "by a flush", "by the next process"])
+def test_a_first_attempt_that_lands_after_the_second_is_reported_with_its_place(opened: Opener, found: str) -> None:
+    """It was given up, looked for and sent again; then it arrives, behind the copy that was acknowledged."""
+    kept: list[Call] = []
+
+    def keep_the_first(call: Call) -> None:
+        if call.tool == "append_memory" and call.says("late") and not kept:
+            kept.append(call)
+            raise httpx.ReadError("lost")
+
+    log = opened(Between(keep_the_first), retry=FAST)
+    chat = log.conversation(LANE)
+    chat.append({"n": 0}).acknowledged(30)
+    ack = chat.extend([{"late": 1}, {"late": 2}]).acknowledged(30)
+    assert (ack.first_seq, ack.last_seq) == (1, 2)
+    late = {"late": 1}, {"late": 2}
+    if found == "by the next process":
+        # Its connection outlives the log that it belongs to, as one in a proxy does.
+        log.close()
+        body = list(late)
+        asyncio.run(append_raw(opened.server, body))
+        log = opened(retry=FAST)
+        chat = log.conversation(LANE)
+    else:
+        engine.running().spawn(kept[0].forward()).result(30)
+    assert opened.contents()[LANE] == [{"n": 0}, *late, *late]
+    if found == "by a flush":
+        assert log.flush(30).complete
+    else:
+        assert chat.append({"n": 5}).acknowledged(30).first_seq == 5
+    assert [(told.first_seq, told.last_seq) for told in log.duplicates()] == [(3, 4)]
+    until(lambda: [(told.first_seq, told.last_seq) for told in opened.of("duplicate")] == [(3, 4)], "and as an event")
+    assert opened.of("several_writers") == opened.of("possible_duplicate") == opened.of("log_reset") == []
+    assert chat.append({"n": 6}).acknowledged(30).first_seq == (5 if found == "by a flush" else 6)
+
+
+async def append_raw(server: ReferenceServer, items: list[dict[str, Any]]) -> None:
+    async with Client(server.url, auth=server.auth) as client:
+        await client.append_memory(LANE, items)
+
+
+@pytest.mark.parametrize("stamp", [False, True])
+def test_first_attempts_that_land_at_any_later_time_lose_nothing_and_are_all_reported(
+    opened: Opener, stamp: bool
+) -> None:
+    """Every third request of several lanes is given up, and arrives between later ones: 100 batches in each."""
+    chance = random.Random(3)
+    kept: list[Call] = []
+
+    async def mislay(call: Call) -> None:
+        if call.tool != "append_memory":
+            return
+        if kept and chance.random() < 0.3:
+            await kept.pop(chance.randrange(len(kept))).forward()
+        if chance.random() < 0.3:
+            kept.append(call)
+            raise httpx.ReadError("lost")
+
+    log = opened(Between(mislay), retry=FAST, stamp=stamp)
+    lanes = [LANE, OTHER, "c_cccccccc"]
+    batches = {lane: [[{"n": n, "i": i} for i in range(1 + n % 3)] for n in range(100)] for lane in lanes}
+    for n in range(100):
+        for lane in lanes:
+            log.conversation(lane).extend(batches[lane][n])
+        if n % 10 == 0:
+            log.flush(0.05)
+    assert log.flush(30).complete
+    while kept:
+        engine.running().spawn(kept.pop().forward()).result(30)
+    assert log.flush(30).complete
+    held = asyncio.run(read_history(opened.server.url, opened.server.auth))
+    report = check_history(batches, held, duplicates=log.duplicates())
+    assert report.ok, report
+    assert len(report.duplicated) > 10, "it does not show anything"
+    assert opened.of("possible_duplicate") == []
+    for lane in lanes:
+        replayed = [item.payload for item in log.conversation(lane).replay()]
+        assert len(replayed) >= sum(map(len, batches[lane]))
+        assert not stamp or replayed == [item for batch in batches[lane] for item in batch]
 
 
 def test_four_days_of_500_refuse_nothing_and_everything_arrives_in_order(
@@ -77,6 +195,9 @@ def test_four_days_of_500_refuse_nothing_and_everything_arrives_in_order(
         log.conversation(OTHER).append({"n": n})
     until(lambda: clock.monotonic() - begin > 4 * 86_400 and len(between.appends) > 50, "four days")
     assert log.statistics().refused_items == 0
+    lanes = log._log._core._sending.sender._lanes
+    # However often a request was sent again, it is remembered once, before and after it was cut to size.
+    assert max(len(lane.facts.echoes) for lane in lanes.values()) <= 3
     broken = False
     assert log.flush(30).complete
     assert log.dead_letters() == []

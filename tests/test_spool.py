@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import sqlite3
 import stat
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,11 @@ def check_books(held: Spool) -> None:
     """The books close, and say what the tables say."""
     books, db = held.books, held._db
     for unit in ("items", "batches"):
-        places = ("acknowledged", "pending", "refused", "dropped")
+        places = ("acknowledged", "pending", "refused", "dropped", "forgotten", "lost")
         assert getattr(books, f"stored_{unit}") == sum(getattr(books, f"{place}_{unit}") for place in places)
+    assert (books.acknowledged_batches, books.acknowledged_items) == db.execute(
+        "SELECT count(*), total(last_seq + 1 - first_seq) FROM acknowledged"
+    ).fetchone()
     pending = db.execute("SELECT count(*), total(items), total(size), max(id) FROM pending").fetchone()
     assert (books.pending_batches, books.pending_items, books.pending_bytes) == pending[:3]
     assert (books.refused_batches, books.refused_items) == db.execute(
@@ -270,8 +274,7 @@ def test_an_acknowledged_batch_leaves_its_range_and_nothing_else(one: Spool) -> 
     assert (one.outcome(1), one.outcome(2), one.outcome(3)) == ((10, 10), (11, 13), None)
     assert (one.is_pending(2), one.is_pending(3)) == (False, True)
     assert one.lane("c_11111111") == LaneFacts(14)
-    assert one.acknowledged_past("c_11111111", 13)
-    assert not one.acknowledged_past("c_11111111", 14)
+    assert one.bodies([1, 2, 4]) == [(10, 10), (11, 13), None]
     check_books(one)
 
 
@@ -420,8 +423,193 @@ def test_acknowledged_ranges_are_kept_for_a_bounded_number_of_batches(
     assert one.outcome(1) == (0, 0)
     assert one.outcome(301) == (301, 301)
     assert one.outcome(2) is None
-    assert one.books.acknowledged_batches == 301
+    assert (one.books.acknowledged_batches, one.books.forgotten_batches) == (kept, 301 - kept)
     check_books(one)
+
+
+def test_what_is_forgotten_is_counted_in_items_too_and_over_restarts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books are about items as about batches, and a count that begins anew with each process would not close."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 20)
+    for _ in range(4):
+        held = opened(path)
+        for _ in range(15):
+            keep(held, new_row(held.books.next_id, items=3))
+            held.begin()
+            held.acknowledge(list(held.pending("c_11111111")), 0)
+            held.commit()
+            check_books(held)
+        held.close()
+    held = opened(path)
+    assert held.books.stored_items == 180
+    assert held.books.forgotten_items == 3 * held.books.forgotten_batches > 0
+    check_books(held)
+    held.close()
+
+
+def test_ranges_that_a_salvage_brought_back_do_not_take_the_books_below_nothing(
+    one: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a damaged file may hold ranges that had been forgotten: they are rows that the counters do not know."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 10)
+    one.begin()
+    for n in range(100):
+        one._db.execute("INSERT INTO acknowledged (id, conversation, first_seq, last_seq) VALUES (?, 'c', 0, 4)", (n,))
+    one.commit()
+    keep(one, new_row(1001))
+    one.begin()
+    one.acknowledge(list(one.pending("c_11111111")), 0)
+    one.commit()
+    books = one.books
+    assert (books.acknowledged_batches, books.acknowledged_items) == (0, 0)
+    assert (books.stored_items, books.forgotten_items) == (1, 1)
+
+
+# --- conversations are forgotten, too ----------------------------------------------------------------------------------
+
+
+def known_lanes(held: Spool) -> set[str]:
+    return {row[0] for row in held._db.execute("SELECT conversation FROM lane")}
+
+
+def acknowledged_elsewhere(held: Spool, count: int) -> None:
+    """So many other conversations with one acknowledged batch each."""
+    for n in range(count):
+        name = f"c_other{held.books.next_id:08}"
+        keep(held, new_row(held.books.next_id, name))
+        held.begin()
+        held.acknowledge(list(held.pending(name)), n)
+        held.note_end(name, n + 1, b"k")
+        held.commit()
+
+
+def test_conversations_are_remembered_as_long_as_their_ranges(one: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that talks in a million conversations keeps a bounded number of them in its file."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 50)
+    highest = 0
+    for _ in range(12):
+        acknowledged_elsewhere(one, 50)
+        highest = max(highest, len(known_lanes(one)))
+    ranges = {row[0] for row in one._db.execute("SELECT conversation FROM acknowledged")}
+    assert len(ranges) >= 50
+    assert ranges <= known_lanes(one)
+    assert highest <= 2 * 50 + 10
+    check_books(one)
+
+
+def test_a_forgotten_conversation_is_one_that_was_never_known(one: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender looks for its end anew, as for any that it meets for the first time."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 10)
+    keep(one, new_row(1))
+    one.begin()
+    one.acknowledge(list(one.pending("c_11111111")), 7)
+    one.note_end("c_11111111", 8, b"k")
+    one.commit()
+    acknowledged_elsewhere(one, 30)
+    assert one.lane("c_11111111") == LaneFacts()
+
+
+@pytest.mark.parametrize("reason", ["pending", "refused", "sent again", "full", "shared"])
+def test_a_conversation_of_which_something_is_left_is_not_forgotten(
+    reason: str, one: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its end is tells what became of a request, and nobody but us knows that it is full, or shared."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 10)
+    lane = "c_11111111"
+    one.begin()
+    one.note_end(lane, 8, b"k")
+    if reason in ("pending", "refused"):
+        one.store([new_row(1)])
+    if reason == "refused":
+        one.refuse(list(one.pending(lane)), REFUSED)
+    if reason == "sent again":
+        one.note_echo(lane, [[b"k"]])
+    one.note_lane(lane, sealed=reason == "full", shared=reason == "shared")
+    one.commit()
+    before = one.lane(lane)
+    acknowledged_elsewhere(one, 40)
+    assert one.lane(lane) == before == before._replace(next_seq=8, anchor=b"k")
+
+
+def test_full_and_shared_conversations_are_remembered_up_to_a_number(
+    one: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full ones go first: the server says so again, and nothing depends on it."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 10)
+    monkeypatch.setattr(spool, "LANES_KEPT", 40)
+    one.begin()
+    for n in range(30):
+        one.note_lane(f"c_full{n:08}", sealed=True)
+        one.note_lane(f"c_shared{n:08}", shared=True)
+    one.commit()
+    acknowledged_elsewhere(one, 60)
+    assert {f"c_shared{n:08}" for n in range(30)} <= known_lanes(one)
+    assert len(one.sealed_lanes()) == 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_forgotten_that_is_needed_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long walk over a few conversations, beside a model of what each was last known to be; the books always close."""
+    monkeypatch.setattr(spool, "ACKNOWLEDGED_KEPT", 5)
+    chance = random.Random(seed)
+    held = opened(None)
+    names = [f"c_{n:08}" for n in range(12)]
+    known: dict[str, LaneFacts] = {}
+    forgotten = 0
+    for step in range(1500):
+        name = chance.choice(names)
+        rows = list(held.pending(name))
+        held.begin()
+        match chance.choice(["store", "acknowledge", "acknowledge", "refuse", "decide", "mark", "echo"]):
+            case "store" if not rows:
+                held.store([new_row(held.books.next_id + n, name, chance.randint(1, 3)) for n in range(2)])
+            case "acknowledge" if rows:
+                held.acknowledge(rows, 0)
+                held.note_end(name, step, None)
+            case "refuse" if rows:
+                held.refuse(rows[:1], REFUSED)
+            case "decide" if letters := held.refused_ids(name):
+                letter = held.take_refused(letters[0])
+                assert letter is not None
+                if chance.random() < 0.5:
+                    held.requeue(letter, held.books.next_id)
+                else:
+                    held.drop(letter)
+            case "mark" if chance.random() < 0.1:
+                held.note_lane(name, sealed=chance.random() < 0.5, shared=chance.random() < 0.1)
+            case "echo":
+                if chance.random() < 0.1:
+                    held.note_echo(name, [[b"k"]])
+                held.forget_echoes(2**62, chance.choice(names))
+        held.commit()
+        check_books(held)
+        found = {lane: held.lane(lane) for lane in names}
+        for lane in known.keys() - {name}:
+            if found[lane] == known[lane]:
+                continue
+            assert found[lane] in (LaneFacts(), known[lane]._replace(echoes=())), "only echoes end, or all of it"
+            if found[lane] == LaneFacts() != known[lane]._replace(echoes=()):
+                forgotten += 1
+                assert not known[lane].sealed
+                assert not known[lane].shared
+                assert not known[lane].echoes
+                assert not list(held.pending(lane))
+                assert not held.refused_ids(lane)
+                assert held._db.execute("SELECT 1 FROM acknowledged WHERE conversation = ?", (lane,)).fetchone() is None
+        known = found
+    assert forgotten > 10
+    held.close()
+
+
+def test_duplicates_are_remembered_up_to_a_number(one: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones; each was told of when it was found."""
+    monkeypatch.setattr(spool, "DUPLICATES_KEPT", 20)
+    one.begin()
+    for n in range(50):
+        one.note_duplicate("c_11111111", n, n)
+    one.commit()
+    assert one.duplicates() == [("c_11111111", n, n) for n in range(30, 50)]
 
 
 def test_short_processes_trim_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,13 +631,15 @@ def test_short_processes_trim_too(path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 class SpoolMachine(RuleBasedStateMachine):
-    """Random moves, rollbacks and reopenings, beside a model of plain lists."""
+    """Random moves, rollbacks and reopenings, beside a model of plain lists. What is acknowledged is soon forgotten."""
 
     @initialize()
     def begin(self) -> None:
         import tempfile
         from pathlib import Path
 
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(spool, "ACKNOWLEDGED_KEPT", 1)
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "spool.db"
         self.held = opened(self.path)
@@ -521,7 +711,7 @@ class SpoolMachine(RuleBasedStateMachine):
             return
         check_books(self.held)
         books = self.held.books
-        assert (books.stored_items, books.acknowledged_items, books.dropped_items) == (
+        assert (books.stored_items, books.acknowledged_items + books.forgotten_items, books.dropped_items) == (
             self.stored,
             self.acknowledged,
             self.dropped,
@@ -535,6 +725,7 @@ class SpoolMachine(RuleBasedStateMachine):
         if hasattr(self, "held"):
             self.held.close()
             self.directory.cleanup()
+            self.patch.undo()
 
 
 SpoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
@@ -604,8 +795,7 @@ def test_draining_two_spools_keeps_the_order_of_each_whatever_the_clock_does(
         for which, moment, items in rows:
             patch.setattr(spool.time, "time_ns", lambda moment=moment: moment * 1000)
             keep(held[which], new_row(held[which].books.next_id, items=items))
-    waiting = spools.waiting("c_11111111", 0)
-    assert waiting is not None
+    waiting = spools.waiting("c_11111111", 0).places
     seen: dict[int, list[int]] = {0: [], 1: []}
     while chosen := ask(spools, batches_max=batches_max):
         which = held.index(chosen[0].spool)
@@ -622,7 +812,7 @@ def test_draining_two_spools_keeps_the_order_of_each_whatever_the_clock_does(
         check_books(each)
         each.close()
     if all(not which for which, _, _ in rows):
-        assert waiting[1] == [new_row(n, items=items).body for n, (_, _, items) in enumerate(rows, start=1)]
+        assert [(place.id, place.items) for place in waiting] == [(n, row[2]) for n, row in enumerate(rows, start=1)]
 
 
 def test_a_drained_spool_is_given_back_and_still_counted(tmp_path: Path) -> None:
