@@ -164,41 +164,42 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 def complaint(value: Any, schema: Any) -> str | None:
-    """What is wrong with the value, of several things the outermost; None if nothing is.
+    """What is wrong with the value; None if nothing is. Of several things the outermost, and of these the last by name.
 
     Only for the keywords that the schemas above use.
     """
-    return min(_complaints(value, schema, 0), default=(0, None), key=lambda found: found[0])[1]
+    found = max(_complaints(value, schema, ()), default=None, key=lambda one: (-len(one[0]), one[0]))
+    return None if found is None else found[1]
 
 
-def _complaints(value: Any, schema: Any, level: int) -> Iterator[tuple[int, str]]:
+def _complaints(value: Any, schema: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
     if "enum" in schema and value not in schema["enum"]:
-        yield level, f"{value!r} is not one of {schema['enum']!r}"
+        yield place, f"{value!r} is not one of {schema['enum']!r}"
         return
     types = schema.get("type", [])
     wanted = types if isinstance(types, list) else [types]
     if not any(_is(value, one) for one in wanted):
         fault = "valid under any of the given schemas" if len(wanted) > 1 else f"of type {wanted[0]!r}"
-        yield level, f"{value!r} is not {fault}"
+        yield place, f"{value!r} is not {fault}"
         return
     for said in (*_of_number(value, schema), *_of_text(value, schema)):
-        yield level, said
+        yield place, said
     if isinstance(value, list):
         if len(value) > schema.get("maxItems", len(value)):
-            yield level, f"{value!r} is too long"
-        for member in value:
-            yield from _complaints(member, schema["items"], level + 1)
+            yield place, f"{value!r} is too long"
+        for index, member in enumerate(value):
+            yield from _complaints(member, schema["items"], (*place, index))
     if isinstance(value, dict):
         properties = schema["properties"]
         if extra := sorted(set(value) - set(properties)):
             names, verb = ", ".join(map(repr, extra)), "was" if len(extra) == 1 else "were"
-            yield level, f"Additional properties are not allowed ({names} {verb} unexpected)"
+            yield place, f"Additional properties are not allowed ({names} {verb} unexpected)"
         for name in schema.get("required", ()):
             if name not in value:
-                yield level, f"{name!r} is a required property"
+                yield place, f"{name!r} is a required property"
         for name in properties:
             if name in value:
-                yield from _complaints(value[name], properties[name], level + 1)
+                yield from _complaints(value[name], properties[name], (*place, name))
 
 
 def _of_number(value: Any, schema: Any) -> Iterator[str]:

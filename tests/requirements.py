@@ -205,6 +205,7 @@ REQUIREMENTS: dict[str, Requirement] = {
         sentence="The real team server answers memory_history, and what writes it, as the reference server does.",
         source="memory_history",
         tests=(
+            "test_team_oracle.py::test_the_reference_server_answers_a_random_walk_as_the_real_one_did",
             "test_team_oracle.py::test_the_reference_server_answers_each_call_as_the_real_one_did",
             "test_team_oracle.py::test_the_client_understands_what_the_real_server_said",
             "test_team_oracle.py::test_the_real_server_answers_each_call_as_it_did_when_it_was_recorded",
@@ -214,6 +215,8 @@ REQUIREMENTS: dict[str, Requirement] = {
         sentence="After a write that timed out, it can be told whether it happened, and a retry happens once.",
         source="memory_history",
         tests=(
+            "test_team.py::test_to_ask_leaves_no_trace",
+            "test_team.py::test_a_write_is_the_same_to_the_byte_each_time",
             "test_team.py::test_a_write_whose_answer_is_lost_is_sent_again_and_happens_once",
             "test_team.py::test_after_a_restart_the_request_id_tells_whether_it_happened_and_makes_sure",
             "test_team.py::test_the_history_tells_whether_an_update_or_a_deletion_happened",

@@ -265,21 +265,24 @@ def test_the_history_of_a_record_is_a_table_of_who_changed_what_and_why() -> Non
     assert done.returncode == 0, done.stderr
     lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-01-02 03:04:05", one) for one in done.stdout.splitlines()]
     assert lines == [
-        "When (UTC)           Who    What       Why",
-        "2026-01-02 03:04:05  vasya  insert 1   -",
+        "When (UTC)           Who           What          Why",
+        "2026-01-02 03:04:05  vasya         insert 1      -",
         "               type  decision",
         "            content  Use pgbouncer.",
         "            project  billing",
         "               tags  ['db']",
         "             status  active",
-        "2026-01-02 03:04:05  petya  confirm 1  -",
-        "2026-01-02 03:04:05  petya  update 2   The driver pools",
-        "            content  Use pgbouncer. -> Use no pooler.",
-        "2026-01-02 03:04:05  vasya  update 2   Obsolete",
-        "             status  active -> deleted",
+        "2026-01-02 03:04:05  petya         confirm 1     -",
+        "2026-01-02 03:04:05  petya         update 2      The driver pools",
+        "            content  Use pgbouncer.",
+        "                 ->  Use no pooler.",
+        "2026-01-02 03:04:05  vasya         update 2      Obsolete",
+        "             status  active",
+        "                 ->  deleted",
     ]
-    assert by_old_id.stdout.splitlines()[-2:] == [
-        "             status  active -> superseded",
+    assert by_old_id.stdout.splitlines()[-3:] == [
+        "             status  active",
+        "                 ->  superseded",
         "      superseded_by  2",
     ]
     assert (unknown.returncode, unknown.stdout) == (1, "")
@@ -319,11 +322,10 @@ def test_the_table_stays_one_whatever_stands_in_a_record() -> None:
     words = " ".join(done.stdout.split())
     for shown in (
         "content Ask [REDACTED].",
-        "content ...xt. Sentence number 200 of a long text. Sen...",
-        "-> ...xt. Sentence number two hundred of a long text. Sen...",
-        "Sentence number 16 of a long text. Sentence number... (14,289 characters)",
-        "(700 characters)",
+        "content ...xt. Sentence number 200 of a long text. Sentence number 201",
+        "-> ...xt. Sentence number two hundred of a long text. Sentence number 201",
+        "Sentence number 10 of a long text. Sentence number 11 of a l...",
         r"-> \x1b[31mred\nin two lines\u202e, e",
     ):
         assert shown in words
-    assert [line for line in lines if "  \u74e6\u897f\u91cc  update 2  Sentence" in line]
+    assert [line for line in lines if "  \u74e6\u897f\u91cc        update 2      Sentence" in line]

@@ -98,6 +98,7 @@ async def test_the_client_understands_what_the_real_server_said() -> None:
     assert [one.sequence for one in events] == [2]
 
 
+@pytest.mark.contract("C12.real-server", "C12.written")
 def test_the_reference_server_answers_a_random_walk_as_the_real_one_did() -> None:
     """C12, ours: texts, tags, ids, pages and scopes near the edges, in an order that nobody thought of."""
     record = walk.recorded()
