@@ -10,6 +10,7 @@ sends, for pages as large as the contract allows, and parses each answer with `p
 nothing. `official` calls the tool with the official client, page by page. `memlog` is `Client.replay`, `memlog, log`
 is `Conversation.replay`, which crosses threads and fetches one page ahead.
 The first item is timed for `memlog` in round trips; one is a page of as many items, posted and parsed by `raw`.
+The processor time is this process's own, for all its threads: what is left of a turn is waiting for the server.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ PAGE_ITEMS = 1000
 SIZES = {"0.2 KiB": (200, 10_000), "1 KiB": (1024, 5_000), "20 KiB": (20 * 1024, 500)}
 QUICK_DIVISOR = 10
 FIRST = "first"
+CPU = "processor time of "
 
 
 def conversation(size: str) -> str:
@@ -143,7 +145,8 @@ async def subjects(url: str) -> AsyncIterator[dict[str, Any]]:
 # --- one turn --------------------------------------------------------------------------------------------------------
 
 Results = dict[str, dict[str, list[float]]]
-"""By size, by subject: items a second in each round; and under FIRST the first item in round trips."""
+"""By size, by subject: items a second in each round; under CPU + subject its microseconds an item; and under FIRST the
+first item in round trips."""
 
 
 async def measure(url: str, rounds: int, sizes: dict[str, tuple[int, int]]) -> Results:
@@ -154,7 +157,8 @@ async def measure(url: str, rounds: int, sizes: dict[str, tuple[int, int]]) -> R
             for start in range(0, count, batch):
                 await client.append_memory(conversation(size), [item] * min(batch, count - start))
     async with subjects(url) as who:
-        results: Results = {size: {name: [] for name in [*who, FIRST]} for size in sizes}
+        columns = [*who, *(CPU + name for name in who), FIRST]
+        results: Results = {size: {name: [] for name in columns} for size in sizes}
         for number in range(rounds + 1):
             order = [*who]
             shift = number % len(order)
@@ -162,9 +166,10 @@ async def measure(url: str, rounds: int, sizes: dict[str, tuple[int, int]]) -> R
                 taken = {}
                 for name in order[shift:] + order[:shift]:
                     gc.collect()
-                    begun = time.perf_counter()
+                    begun, worked = time.perf_counter(), time.process_time()
                     read = await who[name].read(conversation(size))
                     taken[name] = count / (time.perf_counter() - begun)
+                    taken[CPU + name] = (time.process_time() - worked) / count * 1e6
                     if read != count:
                         raise SystemExit(f"{name} read {read} items of {count}")
                 first = await first_item(who, size)
@@ -206,6 +211,11 @@ def report(results: Results) -> Iterator[str]:
         yield f"{name:18}{cells}"
     firsts = "".join(f"{statistics.median(rates[FIRST]):.2f}".rjust(20) for rates in results.values())
     yield f"{'first item (trips)':18}{firsts}"
+    yield ""
+    yield "own processor time, us an item"
+    for name in ("raw httpx2", "memlog", "memlog, log", "official"):
+        cells = "".join(f"{statistics.median(rates[CPU + name]):.1f}".rjust(20) for rates in results.values())
+        yield f"  {name:16}{cells}"
     yield ""
     for size, rates in results.items():
         for base, target in TARGETS:

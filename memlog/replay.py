@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import anyio
+from pydantic_core import to_json
 
 from memlog import limits, payload, stamps
 from memlog.errors import MemlogError, MemoryUnavailableError, ProtocolError, ResponseTooLargeError, SequenceError
@@ -250,7 +251,7 @@ class Replay(_Pages[Item]):
         self._seen: dict[str, int] = {}  # the highest number of each writer
         self._ready.extend(begin)
         self._at_end = at_end or degraded
-        self._last: tuple[object, bytes] | None = None  # time and key of the item before the position
+        self._last: _Mark | None = None  # of the item before the position
         self._good_pages = 0
         self._probe_pages = _PROBE_PAGES
         self._bad = range(0)  # somewhere in it stands an item that cannot be read
@@ -400,15 +401,15 @@ class Replay(_Pages[Item]):
 
     def _checked(self, page: list[Item], request: _Request) -> list[Item]:
         """The new items of the page; SequenceError if what was read before is not there as it was."""
-        if not request.known:
+        if not request.known or self._last is None:
             return page
-        if not page or _identity(page[0]) != self._last:
+        if not page or not self._last.fits(page[0]):
             raise SequenceError("the log is not what it was while it was read", expected=request.position - 1, got=None)
         return page[1:]
 
     def _measure(self, page: list[Item]) -> None:
         """Let the size of pages follow that of items, and ask for the last item again."""
-        self._last = _identity(page[-1])
+        self._last = _Mark(page[-1])
         sample = page[:: -(-len(page) // _SAMPLE_ITEMS)]
         average = sum(map(_weight, sample)) // len(sample) + 1
         self._good_pages += 1
@@ -540,18 +541,42 @@ def _behind_item(item: Item) -> int:
     return item.seq + 1
 
 
-def _identity(item: Item) -> tuple[object, bytes]:
-    # Not the item itself: its payload is the reader's by the time of the next page, to be changed at will.
-    return item.recorded_at, key(item.payload)
+class _Mark:
+    """What an item looked like when it was read; its payload is the reader's since then, to be changed at will."""
+
+    def __init__(self, item: Item) -> None:
+        self._recorded_at = item.recorded_at
+        self._text = _text(item)
+        self._key = key(item.payload) if self._text is None else b""
+
+    def fits(self, item: Item) -> bool:
+        if item.recorded_at != self._recorded_at:
+            return False
+        if self._text is None:
+            return key(item.payload) == self._key
+        if _text(item) == self._text:
+            return True
+        # The names of an object have no order, and a server may give another one each time. That is seldom, and slow.
+        try:
+            return key(item.payload) == key(payload.loads(self._text))
+        except ValueError:
+            return False  # 1e999 is read as infinity, which is no JSON any more
 
 
 def _weight(item: Item) -> int:
     """The bytes of an item, and something for each value in it: small ones take many times as much in memory."""
+    text = _text(item)
+    if text is None:
+        return limits.ITEM_BYTES_MAX
+    return len(text) + _VALUE_BYTES * (text.count(b"{") + text.count(b"[") + text.count(b'","'))
+
+
+def _text(item: Item) -> bytes | None:
+    # Not by payload.dumps, which walks through all values to check them: these are from a parser.
     try:
-        data = payload.dumps(item.payload)
-    except (MemlogError, ValueError, RecursionError):
-        return limits.ITEM_BYTES_MAX  # somebody else's, and nothing that memlog would have sent
-    return len(data) + _VALUE_BYTES * (data.count(b"{") + data.count(b"[") + data.count(b'","'))
+        return to_json(item.payload)
+    except ValueError:
+        return None  # somebody else's, and nothing that memlog would have sent
 
 
 def _joined(found: Iterable[bytes | tuple[int, int] | None]) -> list[bytes | tuple[int, int] | None]:
