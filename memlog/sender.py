@@ -305,10 +305,10 @@ class Sender:
             more = False  # the buffer was closed first, by the end of the process
         except MemlogError as error:
             self._hold(lane, error)  # its batches cannot be read
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
             if self._ended:
                 raise
-            # A cancellation that is not ours is a transport's own, and would leave the lane busy for ever.
+            # A transport's own, be it a cancellation or an exit: it must neither end the loop nor leave the lane busy.
             if type(error) not in self._defects:  # once a kind, however many lanes meet it how often
                 self._defects.add(type(error))
                 logger.exception("memlog: a defect in sending conversation %s; it is tried again", lane.conversation)

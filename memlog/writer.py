@@ -179,6 +179,8 @@ class Writer:
         self._scanned_at = 0.0
         self._deadline: float | None = None
         self._stopping = False
+        self._settled = False
+        self._interrupted = False
         self.ended: Future[None] = Future()
         opened: Future[Spools] = Future()
         self.thread = system.start_thread(partial(self._live, directory, opened), "memlog-writer")
@@ -203,9 +205,11 @@ class Writer:
             return
         opened.set_result(self.spools)
         try:
-            self._look_after(self._settle_in)
-            while not self._stopping or self._group or self._accepted or self._commands:
-                self._turn()
+            while not self._is_done():
+                try:
+                    self._turn()
+                except BaseException:  # noqa: BLE001 - met while another one was dealt with
+                    self._interrupted = True
             self._refuse(self._reads, ClosedError("the log is closed"))
             with contextlib.suppress(sqlite3.Error), self.at_rest:
                 self.spools.close()
@@ -214,23 +218,31 @@ class Writer:
                 self._break(RuntimeError("its thread has ended"))
             self.ended.set_result(None)
 
+    def _is_done(self) -> bool:
+        return self._stopping and not (self._group or self._accepted or self._commands)
+
     def _turn(self) -> None:
         try:
+            if self._interrupted:
+                self._collect()
+            if not self._settled:
+                self._settled = True
+                self._look_after(self._settle_in)
             self._drain()
             self._work()
-        except Exception as error:
-            self._undo()
-            if not self._repair(error):
-                logger.exception("memlog: a defect in the buffer")
-                self._break(error)
-        except BaseException:
-            logger.exception("memlog: the buffer was interrupted; it goes on")
-            self._undo()
-            self._strike_off_what_is_stored()
-            self._try_later()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, MemoryError):
+                self._undo()
+                if not self._repair(error):
+                    logger.exception("memlog: a defect in the buffer")
+                    self._break(error)
+            else:
+                self._interrupted = True
+                logger.exception("memlog: the buffer was interrupted; it goes on")
 
-    def _strike_off_what_is_stored(self) -> None:
-        """After an interruption, which may have come between the commit and the telling."""
+    def _collect(self) -> None:
+        """After an interruption, which may have come anywhere: between the commit and the telling, say."""
+        self._undo()
         own = self.spools.own
         group = []
         with self.at_rest:
@@ -241,6 +253,8 @@ class Writer:
                 group.append(entry)
         self._publish()
         self._finish_puts(group)
+        self._try_later()
+        self._interrupted = False
 
     def _drain(self) -> None:
         """Take what has queued up; nothing if something else is due first."""
@@ -263,7 +277,7 @@ class Writer:
 
     def _patience(self) -> float | None:
         due = []
-        if self._accepted or self._commands or self.full:
+        if self._group or self._accepted or self._commands or self.full:
             due.append(self._retry_at)
         if (house := self._house_at()) is not None:
             due.append(house)
@@ -294,12 +308,10 @@ class Writer:
             self.spools.unstored = [row for _, rows in self._accepted for row in rows]
         if self.spools.adopted:
             self._look_after(self._release_drained)
-        reads, self._reads = self._reads, []
-        for command in reads:
-            if command.after_puts and self._accepted:
-                self._reads.append(command)
-            else:
+        for command in self._reads[:]:
+            if not (command.after_puts and self._accepted):
                 self._read(command)
+                self._reads.remove(command)
         if busy:
             self._dirty = True
             self._tidy_at = time.monotonic() + _IDLE_SECONDS
@@ -318,7 +330,7 @@ class Writer:
                 commands.append(entry)
 
     def _read(self, command: Command) -> None:
-        for attempt in range(2):
+        for attempt in range(0 if command.future.done() else 2):  # as after an interruption
             try:
                 with self.at_rest:
                     result = command.function(self.spools)
@@ -414,8 +426,7 @@ class Writer:
         self._finish_puts(group)
 
     def _finish_puts(self, group: list[tuple[Accepted, list[NewRow]]]) -> None:
-        self.committed_bytes += sum(row.size for _, rows in group for row in rows)
-        del self._accepted[: len(group)]
+        self.committed_bytes += sum(row.size for entry, rows in group if entry.batches is not None for row in rows)
         for accepted, _ in group:
             accepted.complete()
         if group:
@@ -425,6 +436,7 @@ class Writer:
                 items[whose] = items.get(whose, 0) + sum(row.items for row in rows)
             self._look_before_first(set(items))
             self._tell(self._listener.stored, items)
+        del self._accepted[: len(group)]  # last: what an interruption keeps from being told is told again
 
     # --- a disk in trouble, and damage -------------------------------------------------------------------------------
 

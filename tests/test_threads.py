@@ -38,28 +38,52 @@ def opened(server: ReferenceServer, tmp_path: Path) -> Iterator[Opener]:
 class Once:
     """Replaces a method: raises what ends a thread, at one call, before or after the real one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: type,
+        name: str,
+        *,
+        after: bool = False,
+        kind: type[BaseException] = SystemExit,
+    ) -> None:
         self.hit = threading.Event()
         real = getattr(owner, name)
 
         def replaced(this: Any, *args: Any) -> Any:
             first, _ = not self.hit.is_set(), self.hit.set()
             if first and not after:
-                raise SystemExit("injected")
+                raise kind("injected")
             result = real(this, *args)
             if first:
-                raise SystemExit("injected")
+                raise kind("injected")
             return result
 
         monkeypatch.setattr(owner, name, replaced)
 
 
+@pytest.mark.parametrize("kind", [SystemExit, MemoryError])
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("_sort", False), ("_sort", True), ("_transact", False), ("_transact", True), ("_finish", False)],
+    [
+        ("_sort", False),
+        ("_sort", True),
+        ("_transact", False),
+        ("_transact", True),
+        ("_finish", False),
+        ("_finish_puts", False),
+        ("_finish_puts", True),
+        ("_look_before_first", False),
+    ],
 )
 def test_an_exception_that_would_end_the_writer_costs_nothing(
-    name: str, after: bool, opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    *,
+    kind: type[BaseException],
+    name: str,
+    after: bool,
+    opened: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """At every step of a commit: what was accepted is stored once, and told; the thread is the same."""
     log = opened()
@@ -67,14 +91,32 @@ def test_an_exception_that_would_end_the_writer_costs_nothing(
     opened.server.stop()
     writer = log._log._core.buffer._writer
     assert writer is not None
-    drained = Once(monkeypatch, Writer, name, after=after)
+    drained = Once(monkeypatch, Writer, name, after=after, kind=kind)
     receipts = [log.conversation(CHAT).append({"n": n}) for n in range(1, 10)]
     for receipt in receipts:
         receipt.stored(PATIENCE)
     assert drained.hit.is_set()
-    assert "the buffer was interrupted" in caplog.text
+    until(lambda: "the buffer was interrupted" in caplog.text)
     assert writer.thread.is_alive()
     opened.server.start()
+    drain(log)
+    assert opened.contents() == {CHAT: [{"n": n} for n in range(10)]}
+    statistics = log.statistics()
+    assert (statistics.stored_items, statistics.acknowledged_items, statistics.unstored_bytes) == (10, 10, 0)
+
+
+@pytest.mark.parametrize("name", ["_undo", "_collect", "_try_later", "_settle_in"])
+def test_an_exception_while_another_one_is_dealt_with_does_not_end_the_writer_either(
+    name: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins anew from what is on disk. The thread used to end there, and with it the log."""
+    first, second = Once(monkeypatch, Writer, "_transact", after=True), Once(monkeypatch, Writer, name)
+    log = opened()
+    receipts = [log.conversation(CHAT).append({"n": n}) for n in range(10)]
+    for receipt in receipts:
+        receipt.stored(PATIENCE)
+    assert first.hit.is_set()
+    assert second.hit.is_set()
     drain(log)
     assert opened.contents() == {CHAT: [{"n": n} for n in range(10)]}
     statistics = log.statistics()
