@@ -22,6 +22,7 @@ from memlog.payload import encode_batch
 from memlog.reserve import RESERVE_BYTES, Reserve
 from memlog.schema import wal_of
 from memlog.spool import Spool
+from memlog.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -276,6 +277,36 @@ def test_a_disk_that_refuses_everything_is_waited_for_and_reads_go_on(
         assert numbers(buffer) == list(range(6))
         until(lambda: len(told.trouble) == 2)
         assert told.trouble[1] is None
+    finally:
+        assert buffer.close(PATIENCE)
+
+
+def test_that_the_disk_is_full_is_told_before_appends_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever meets BufferFullError finds the reason in the events; it came after what had just been refused."""
+    told = Told()
+    buffer = opened(tmp_path, told)
+    try:
+        wait(put(buffer, 0))
+        known: list[int] = []
+        make_room, commit = Writer._make_room, Spool.commit
+
+        def making_room(writer: Writer) -> None:
+            known.append(len(told.trouble))
+            make_room(writer)
+
+        def full_once(spool: Spool) -> None:
+            if spool._db.in_transaction and not known:
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorname = "SQLITE_FULL"
+                raise error
+            commit(spool)
+
+        monkeypatch.setattr(Writer, "_make_room", making_room)
+        monkeypatch.setattr(Spool, "commit", full_once)
+        wait(put(buffer, 1))
+        assert known == [1]
     finally:
         assert buffer.close(PATIENCE)
 

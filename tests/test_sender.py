@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import random
 import sqlite3
 import subprocess
 import sys
@@ -1237,3 +1238,67 @@ def test_a_batch_is_not_refused_on_the_word_of_a_proxy_where_others_append_too(
     log.conversation(LANE).append({"n": "poison"})
     until(log.dead_letters)
     assert opened.contents() == {LANE: [{"n": 0}, {"other": 0}, {"n": 1}, {"n": 2}]}
+
+
+@pytest.mark.parametrize("seed", [1, 2, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 33)]])
+def test_in_any_company_the_guilty_are_refused_and_only_they(
+    opened: Opener, server: ReferenceServer, seed: int
+) -> None:
+    """One batch in twelve, anywhere in six conversations, over a server that loses answers; one more has none."""
+    chance = random.Random(seed)
+    server.faults.add("drop", tool="append_memory", when="after", probability=0.05, seed=seed, times=None)
+    server.faults.add("status", status=503, probability=0.05, seed=seed, times=None)
+    log = opened(Between(poison))
+    names = [f"c_{n:08}" for n in range(6)]
+    good: dict[str, list[Any]] = {name: [] for name in names}
+    guilty = []
+    for n in range(240):
+        name = chance.choice(names)
+        batch = numbered(chance.choice([1, 1, 2, 3]), 10 * n)
+        if chance.random() < 1 / 12:
+            batch.insert(chance.randrange(len(batch) + 1), {"poison": n})
+            guilty.append((name, batch))
+        else:
+            good[name] += batch
+        log.conversation(name).extend(batch)
+    healthy = 0
+    while not (report := log.flush(0.2)).complete:
+        log.conversation(LANE).append({"n": healthy})
+        healthy += 1
+        assert healthy < 500, report
+    server.faults.clear()
+    assert without_duplicates(log, opened.contents()) == {**good, **({LANE: numbered(healthy)} if healthy else {})}
+    letters = [(letter.conversation_id, letter.payloads) for letter in log.dead_letters()]
+    assert sorted(letters, key=str) == sorted(guilty, key=str)
+    books_close(log)
+
+
+def test_a_read_that_is_refused_is_no_verdict_on_what_waits(opened: Opener) -> None:
+    """Only the answer to a batch itself can be held against it, not that to the question what became of it."""
+    mad, refused = False, 0
+
+    class Reads(Between):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            nonlocal refused
+            message = json.loads(await request.aread())
+            if mad and message.get("params", {}).get("arguments", {}).get("limit", 1) > 1:
+                refused += 1
+                error = {"code": -32602, "message": "invalid"}
+                return httpx.Response(400, json={"jsonrpc": "2.0", "id": message["id"], "error": error})
+            return await super().handle_async_request(request)
+
+    def lose(call: Call) -> None:
+        if call.tool == "append_memory" and len(between.appends) == 2:
+            raise httpx.ReadError("lost")
+
+    between = Reads(lose)
+    log = opened(between)
+    log.conversation(LANE).append({"n": 0}).acknowledged(PATIENCE)
+    mad = True
+    receipt = log.conversation(LANE).append({"n": 1})
+    until(lambda: refused >= 5)
+    assert len(between.appends) == 2, "nothing is sent again before it is known what became of it"
+    assert log.dead_letters() == []
+    mad = False
+    assert receipt.acknowledged(PATIENCE).first_seq == 1
+    assert opened.contents() == {LANE: numbered(2)}

@@ -140,12 +140,13 @@ async def append_raw(server: ReferenceServer, items: list[dict[str, Any]]) -> No
         await client.append_memory(LANE, items)
 
 
-@pytest.mark.parametrize("stamp", [False, True])
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22)]])
+@pytest.mark.parametrize("stamp", [False, True], ids=["plain", "stamped"])
 def test_first_attempts_that_land_at_any_later_time_lose_nothing_and_are_all_reported(
-    opened: Opener, stamp: bool
+    opened: Opener, stamp: bool, seed: int
 ) -> None:
     """Every third request of several lanes is given up, and arrives between later ones: 100 batches in each."""
-    chance = random.Random(3)
+    chance = random.Random(seed)
     kept: list[Call] = []
 
     async def mislay(call: Call) -> None:

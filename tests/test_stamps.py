@@ -74,22 +74,27 @@ async def test_a_stamp_counts_against_the_limit_and_its_key_is_taken(tmp_path: P
             assert [item.payload async for item in other.replay()] == [{"_memlog": "mine"}]
 
 
+EACH = pytest.mark.parametrize("each", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+"""How many items each writer appends."""
+
+
+@EACH
 @pytest.mark.anyio
 async def test_four_stamped_writers_whose_answers_get_lost_are_read_once_each_and_in_order(
-    tmp_path: Path, server: ReferenceServer
+    tmp_path: Path, server: ReferenceServer, each: int
 ) -> None:
     """Four buffers, one conversation, every third answer lost, every third request carried out twice on its way."""
 
-    def repeating(number: int) -> Between:
-        chance = random.Random(number)
+    def repeating() -> Between:
+        numbers = itertools.count()
 
         async def repeat(call: Call) -> None:
-            if call.tool == "append_memory" and chance.random() < 0.34:
+            if call.tool == "append_memory" and next(numbers) % 3 == 0:
                 await call.forward()
 
         return Between(repeat)
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(60 + each):
         server.faults.add("drop", tool="append_memory", when="after", times=None, probability=0.34, seed=7)
         logs = [
             memlog.open_log(
@@ -97,50 +102,51 @@ async def test_four_stamped_writers_whose_answers_get_lost_are_read_once_each_an
                 auth=server.auth,
                 buffer_dir=tmp_path / str(number),
                 stamp=True,
-                transport=repeating(number),
+                transport=repeating(),
                 retry=QUICK,
             )
             for number in range(4)
         ]
-        for index in range(40):
+        for index in range(each):
             for number, log in enumerate(logs):
                 log.conversation(CHAT).append({"writer": number, "index": index})
             if index % 10 == 9:
                 await anyio.sleep(0.05)  # so that requests of several sizes interleave
         for log in logs:
-            assert (await log.flush(30)).complete
+            assert (await log.flush(30 + each / 2)).complete
         server.faults.clear()
         seen = [item.payload async for item in logs[0].conversation(CHAT).replay()]
         for number in range(4):
-            assert [item["index"] for item in seen if item["writer"] == number] == list(range(40))
-        assert len(seen) == 160
+            assert [item["index"] for item in seen if item["writer"] == number] == list(range(each))
+        assert len(seen) == 4 * each
         raw = [item.payload async for item in logs[0].conversation(CHAT).replay(raw=True)]
-        assert len(raw) > 160, "nothing was there twice, so that it shows nothing"
+        assert len(raw) > 4 * each, "nothing was there twice, so that it shows nothing"
         assert all(stamps.read(payload) for payload in raw)
         for log in logs:
             await log.close()
 
 
+@EACH
 @pytest.mark.anyio
 async def test_four_unstamped_writers_whose_answers_get_lost_lose_nothing(
-    tmp_path: Path, server: ReferenceServer
+    tmp_path: Path, server: ReferenceServer, each: int
 ) -> None:
     """Duplicates are possible then, and only they: every item is there, in its writer's order of first appearance."""
-    with anyio.fail_after(60):
+    with anyio.fail_after(60 + each):
         server.faults.add("drop", tool="append_memory", when="after", times=None, probability=0.34, seed=11)
         logs = [memlog.open_log(server.url, auth=server.auth, buffer_dir=tmp_path / str(number)) for number in range(4)]
-        for index in range(40):
+        for index in range(each):
             for number, log in enumerate(logs):
                 log.conversation(CHAT).append({"writer": number, "index": index})
             if index % 10 == 9:
                 await anyio.sleep(0.05)
         for log in logs:
-            assert (await log.flush(30)).complete
+            assert (await log.flush(30 + each / 2)).complete
         server.faults.clear()
         seen = [item.payload async for item in logs[0].conversation(CHAT).replay()]
         for number in range(4):
             indices = [item["index"] for item in seen if item["writer"] == number]
-            assert list(dict.fromkeys(indices)) == list(range(40))
+            assert list(dict.fromkeys(indices)) == list(range(each))
         for log in logs:
             await log.close()
 

@@ -459,3 +459,16 @@ def test_numbers_go_on_after_a_kill_inside_a_transaction(machine: Machine) -> No
         step(machine, "open", 0)
     step(machine, "send", 0, a, 4, "taken")
     step(machine, "send", 0, a, 4, "undone")
+
+
+def test_a_spool_with_nothing_but_letters_is_taken_over(machine: Machine) -> None:
+    """Somebody has to decide about them, and only who holds the file can carry that out."""
+    a, b = LANES
+    step(machine, "append", 1, [a, b])
+    step(machine, "send", 1, a, 1, "refused")
+    step(machine, "send", 1, b, 1, "refused")
+    step(machine, "close", 1)
+    step(machine, "adopt", 0)
+    step(machine, "decide", 0, a, 1, False)
+    step(machine, "close", 0)
+    step(machine, "open", 0)
