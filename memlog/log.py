@@ -181,7 +181,8 @@ class Conversation:
         that arrived without an answer may come twice, unless they are stamped.
 
         ``follow=True``: at the end of the log wait for more, asking every 0.2 to 5 seconds, until the replay or the log
-        is closed. Pending items come when they are in the log. ValueError together with ``on_unavailable="pending"``.
+        is closed. Pending items come when they are in the log. An outage is raised, as without; iterating on misses
+        nothing. ValueError together with ``on_unavailable="pending"``.
         """
         self._log.refuse_closed()
         degrade = _degrades(on_unavailable, include_pending)
