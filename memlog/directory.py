@@ -23,6 +23,7 @@ import heapq
 import itertools
 import json
 import logging
+import os
 import re
 import secrets
 import sqlite3
@@ -171,12 +172,13 @@ def open_spools(directory: Path | None) -> Spools:
     with contextlib.ExitStack() as undo:  # what was taken is free again if the rest fails
         own: Spool | None = None
         adopted: list[Spool] = []
+        left_alone: set[Path] = set()
         try:
             _finish_what_was_cut_off(directory)
             for path in sorted(directory.glob("*.db")):  # the name starts with the time of making
                 if own is not None and (books := peek(path)) is not None and not books.holds_something:
                     continue
-                spool = _take(path)
+                spool = _take(path, left_alone)
                 if spool is None:
                     continue
                 if own is not None and not spool.holds_something:
@@ -194,11 +196,19 @@ def open_spools(directory: Path | None) -> Spools:
         except OSError as error:
             raise BufferUnusableError(str(directory), error.strerror or str(error)) from error
         undo.pop_all()
-        return Spools(own, adopted)
+        return Spools(own, adopted, left_alone)
 
 
-def _take(path: Path) -> Spool | None:
-    lock = _lock_of(path)
+def _take(path: Path, left_alone: set[Path]) -> Spool | None:
+    try:
+        lock = _lock_of(path)
+    except OSError as error:
+        place = path.with_suffix(".lock")
+        if not isinstance(error, PermissionError) and (place.is_file() or not os.path.lexists(place)):
+            raise  # no locks can be had here
+        left_alone.add(path)
+        _warn_left_alone(BufferUnusableError(str(path), f"its lock cannot be used: {error.strerror}"))
+        return None
     if lock is None:
         return None  # its owner lives
     try:
@@ -206,7 +216,8 @@ def _take(path: Path) -> Spool | None:
     except DamagedError:
         return None  # a matter for the scan
     except BufferUnusableError as error:
-        if not path.is_dir():
+        if not path.is_dir() and not _may_pass(error, path):
+            left_alone.add(path)
             _warn_left_alone(error)
         return None
 
@@ -238,13 +249,14 @@ class Spools:
     ``unstored`` is what was accepted and the disk does not take for now; empty whenever the disk is well.
     """
 
-    def __init__(self, own: Spool, adopted: list[Spool]) -> None:
+    def __init__(self, own: Spool, adopted: list[Spool], left_alone: Iterable[Path] = ()) -> None:
         self.own = own
         self.adopted = adopted
         self.unstored: list[NewRow] = []
         self.directory = own.path.parent if own.path is not None else None
         self.reserve = Reserve(own.path.with_suffix(".reserve")) if own.path is not None else None
-        self._left_alone: set[Path] = set()
+        self._left_alone = set(left_alone)
+        self._put_off: set[Path] = set()  # told of, and tried again with each scan
         self._ailing: dict[str, str] = {}  # the spools that need a fresh file, by name, and why
         self._released: dict[str, tuple[Path, Books]] = {}
         self._released_duplicates: list[tuple[str, int, int]] = []
@@ -283,11 +295,19 @@ class Spools:
         if self.directory is None:
             return []
         _finish_what_was_cut_off(self.directory)
+        _give_files_to_logs_without(self.directory)
         news: list[Notice] = []
         held = {spool.path for spool in self} | self._left_alone
         for path in sorted(self.directory.glob("*.db")):
-            if path not in held:
+            if path in held:
+                continue
+            try:
                 news += self._consider(path)
+            except (OSError, sqlite3.Error, BufferUnusableError) as error:
+                # Its own trouble, and no reason to leave the others where they are. The next scan tries again.
+                if path not in self._put_off:
+                    self._put_off.add(path)
+                    logger.warning("memlog: %s cannot be taken over just now, and is tried again: %s", path, error)
         # What is removed, here or by a neighbour, is in the ledger, and counts there.
         self._released = {name: given for name, given in self._released.items() if given[0].exists()}
         return news
@@ -314,6 +334,8 @@ class Spools:
                 spool = Spool.open(path, lock)
             except BufferUnusableError as error:
                 if not path.is_dir():
+                    if _may_pass(error, path):
+                        raise
                     self._left_alone.add(path)
                     _warn_left_alone(error)
                     return []
@@ -321,8 +343,10 @@ class Spools:
                 spool = Spool.open(path, lock)
             undo.pop_all()
         self.adopted.append(spool)
+        self._put_off.discard(path)
         self._released.pop(spool.name, None)  # it was held here before, and counts once
-        news += self.examine(spool)
+        with contextlib.suppress(OSError, sqlite3.Error, BufferUnusableError):  # healing is tried again
+            news += self.examine(spool)
         news.append(_adoption_of(spool))
         return news
 
@@ -556,6 +580,25 @@ def _is_old(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime >= DRAINED_KEPT_SECONDS
     return False
+
+
+def _may_pass(error: BufferUnusableError, path: Path) -> bool:
+    """Whether it was the disk that refused, which may get over it."""
+    cause = error.__cause__
+    return isinstance(cause, sqlite3.Error) and is_passing(cause) and path.is_file()
+
+
+def _give_files_to_logs_without(directory: Path) -> None:
+    """A write-ahead log whose file is gone may hold batches: an empty file in its place is salvaged with it."""
+    for wal in directory.glob("*.db-wal"):
+        path = wal.with_name(wal.name.removesuffix("-wal"))
+        if path.exists() or not wal.is_file() or (lock := _lock_of(path)) is None:
+            continue
+        try:
+            if not path.exists() and wal.exists():
+                system.make_private_file(path)
+        finally:
+            lock.release()
 
 
 def _finish_what_was_cut_off(directory: Path) -> None:

@@ -37,8 +37,8 @@ class _NonsenseError(Exception):
 
 def records(path: Path, wal: Path) -> Iterator[tuple[int, list[Value]]]:
     """Every record of a table's leaf in ``path`` and its ``wal``, with its row id. Never raises for their contents."""
-    with path.open("rb") as file, (wal if wal.exists() else path).open("rb") as log:
-        pages = _Pages(file, log if wal.exists() else None)
+    with path.open("rb") as file, (wal if wal.is_file() else path).open("rb") as log:
+        pages = _Pages(file, log if wal.is_file() else None)
         free = pages.free()
         for number in range(1, pages.count + 1):
             if number in free:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlog import system
+from memlog.errors import BufferUnusableError
 from memlog.pages import records
 from memlog.schema import companions, connect, read_only, wal_of
 from memlog.spool import Books, NewRow, Spool, checksum, peek_books
@@ -56,7 +57,14 @@ def recover(spool: Spool, reason: str) -> Salvage:
     with contextlib.suppress(sqlite3.Error):
         spool.rollback()
     spool.let_go()
-    done = salvage(spool.path, reason, name=spool.name, known=spool.books)
+    try:
+        done = salvage(spool.path, reason, name=spool.name, known=spool.books)
+    except BaseException:
+        # The disk refuses. What can be read of the old one is read meanwhile, unless it has gone aside already.
+        if spool.path.exists():
+            with contextlib.suppress(sqlite3.Error, BufferUnusableError):
+                spool.reopen()
+        raise
     spool.reopen()
     return done
 
@@ -68,6 +76,7 @@ def salvage(path: Path, reason: str, *, name: str | None = None, known: Books | 
     than the file. OSError or sqlite3.Error, with the file where it was, if the disk refuses.
     """
     draft = _draft_of(path)
+    finish(path)  # or, if the last step was refused before, the draft to be removed is all there is
     _remove(draft)
     if not path.is_dir():
         name, known = _identity(path, name, known)
@@ -212,7 +221,8 @@ def _insert(fresh: sqlite3.Connection, table: str, columns: Sequence[str], row: 
     with contextlib.suppress(sqlite3.IntegrityError, OverflowError):
         added = fresh.execute(f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({places})", row).rowcount  # noqa: S608 - as above
         if added and fresh.total_changes % _ROWS_A_COMMIT == 0:
-            fresh.executescript("COMMIT; BEGIN;")
+            fresh.execute("COMMIT")  # not as a script: that would be committed before it begins
+            fresh.execute("BEGIN")
 
 
 def _copy_facts(fresh: sqlite3.Connection, old: sqlite3.Connection, table: str) -> None:

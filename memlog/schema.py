@@ -141,6 +141,8 @@ def connect(path: Path | None) -> sqlite3.Connection:
             wal = wal_of(path)
             if path.stat().st_size == 0 and wal.exists() and wal.stat().st_size > 0:
                 raise DamagedError(where, "the file is empty, what belongs to it is not")  # SQLite would remove that
+            if any(place.exists() and not place.is_file() for place in companions(path)):
+                raise DamagedError(where, "what stands beside it is no file")
         db = sqlite3.connect(where, timeout=5.0, isolation_level=None, check_same_thread=True)
     except (OSError, sqlite3.Error) as error:
         raise BufferUnusableError(where, str(error)) from error
@@ -162,9 +164,9 @@ def read_only(path: Path) -> Iterator[sqlite3.Connection]:
 
     sqlite3.Error, here or inside, if it cannot be read.
     """
-    if path.is_file() and path.stat().st_size == 0:
-        # SQLite would remove the WAL beside it, even here.
-        msg = "the file is empty"
+    if not path.is_file() or path.stat().st_size == 0:
+        # SQLite would remove the WAL beside an empty one, even here, and wait for ever at a pipe.
+        msg = "there is no file, or it is empty"
         raise sqlite3.DatabaseError(msg)
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.2, isolation_level=None)
     try:

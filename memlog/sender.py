@@ -247,12 +247,15 @@ class Sender:
     async def _recall(self) -> None:
         """Take up what earlier processes left: their lanes are suspect, and a pause that was asked for still holds."""
 
-        def read(spools: Spools) -> tuple[set[str], set[str], float]:
+        def read(spools: Spools) -> tuple[set[str], set[str], float, bool]:
             waiting = {conversation for spool in spools for conversation in spool.lanes()}
             left = {conversation for spool in spools for conversation in spool.lanes(inherited=True)}
-            return waiting, left, max(_pause_left(spool.noted("gate")) for spool in spools)
+            pause = max(_pause_left(spool.noted("gate")) for spool in spools)
+            return waiting, left, pause, any(spool.noted("refuses all") is not None for spool in spools)
 
-        waiting, left, pause = await _await(self.buffer.run(read))
+        waiting, left, pause, refuses_all = await _await(self.buffer.run(read))
+        if refuses_all:  # or a program that is started again and again would give up some batches each time
+            self._refusals = _REFUSALS_IN_A_ROW
         if pause > 0:
             error = TransientError("the server asked for a pause that has not ended", outcome="not_sent")
             self._close_gate("waiting", pause, error, f"the server asked for a pause of {pause:.0f} more seconds")
@@ -486,8 +489,13 @@ class Sender:
                 next_seq, anchor = last + 1, None
         shared = lane.facts.shared
         spool = rows[0].spool
+        trusts_again = self._refusals >= _REFUSALS_IN_A_ROW
 
-        def write(_: Spools) -> None:
+        def write(spools: Spools) -> None:
+            if trusts_again:
+                for held in spools:
+                    held.begin()
+                    held.note("refuses all", None)
             spool.begin()
             spool.acknowledge(taken, found.first_seq)
             spool.note_end(lane.conversation, next_seq, anchor)
@@ -677,10 +685,14 @@ class Sender:
     async def _bury(self, lane: Lane, rows: list[Row], error: PermanentError, kind: EventKind) -> None:
         spool = rows[0].spool
         record = to_record(error)
+        refuses_all = kind == "refused" and self._refusals >= _REFUSALS_IN_A_ROW
 
-        def write(_: Spools) -> None:
+        def write(spools: Spools) -> None:
             spool.begin()
             spool.refuse(rows, record)
+            if refuses_all:
+                spools.own.begin()
+                spools.own.note("refuses all", 1)
             if kind == "sealed":
                 spool.note_lane(lane.conversation, sealed=True)
 

@@ -722,11 +722,11 @@ def test_an_opening_that_fails_half_way_keeps_no_lock(
         buffer.close(PATIENCE)
     real, calls = directory_module._take, []
 
-    def fails_at_the_second(path: Path) -> Any:
+    def fails_at_the_second(path: Path, *rest: Any) -> Any:
         calls.append(path)
         if len(calls) == 2:
             raise OSError(24, "Too many open files")
-        return real(path)
+        return real(path, *rest)
 
     monkeypatch.setattr(directory_module, "_take", fails_at_the_second)
     with pytest.raises(BufferUnusableError, match="Too many open files"):

@@ -1302,3 +1302,28 @@ def test_a_read_that_is_refused_is_no_verdict_on_what_waits(opened: Opener) -> N
     mad = False
     assert receipt.acknowledged(PATIENCE).first_seq == 1
     assert opened.contents() == {LANE: numbered(2)}
+
+
+def test_a_server_that_refuses_everything_costs_three_batches_over_restarts_too(opened: Opener) -> None:
+    """A program that is started again every minute must not give up three more each time."""
+    mad = True
+    names = [f"c_{n:08}" for n in range(20)]
+    for round_ in range(5):
+        log = opened(Between(lambda call: call.refuse() if call.tool == "append_memory" and mad else None))
+        for name in names if round_ == 0 else ():
+            append_all(log, numbered(2), name)
+        until(lambda log=log: (log.statistics().state, log.statistics().refused_batches) == ("blocked", 3))
+        log.close()
+    mad = False
+    log = opened()
+    drain(log)
+    assert log.statistics().refused_batches == 3
+    touched = {letter.conversation_id for letter in log.dead_letters()}
+    assert all(items == numbered(2) for name, items in opened.contents().items() if name not in touched)
+    # Trusted again, it may refuse three more.
+    mad = True
+    log.close()
+    log = opened(Between(poison))
+    for n in range(3):
+        log.conversation(f"c_bad{n:05}").append({"n": "poison"})
+    until(lambda: len(log.dead_letters()) == 6)
