@@ -426,6 +426,7 @@ def test_not_closing_loses_nothing_and_makes_no_noise(running: bool, server: Ref
     script = """
 import sys, logging, memlog
 logging.basicConfig(format="%(levelname)s %(message)s")
+logging.getLogger("asyncio").setLevel("ERROR")  # in dev mode it tells of each step that a busy machine makes slow
 log = memlog.open_log(sys.argv[1], auth=("demo", "demo"), buffer_dir=sys.argv[2])
 chat = log.conversation("conversation-1")
 for n in range(500):
