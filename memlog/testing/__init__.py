@@ -62,8 +62,12 @@ class ReferenceServer:
         # Named TCP, or asyncio leaves Nagle's algorithm on, and every call on a kept connection waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", self._port))
-        listening.listen(2048)
+        try:
+            listening.bind(("127.0.0.1", self._port))
+            listening.listen(2048)
+        except BaseException:
+            listening.close()
+            raise
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(self.app, lifespan="off", log_config=None, access_log=False, ws="none")
         self._server = uvicorn.Server(config)
