@@ -10,7 +10,7 @@ import http.client
 import select
 import socket
 import ssl
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -188,11 +188,12 @@ def proxy_to(port: int) -> Iterator[RawServer]:
     def tunnel(seen: Seen, upstream: socket.socket) -> None:
         seen.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
         pair = {seen.sock: upstream, upstream: seen.sock}
-        while readable := select.select(list(pair), [], [], BOUND)[0]:
-            for one in readable:
-                if not (data := one.recv(65536)):
-                    return
-                pair[one].sendall(data)
+        with suppress(ValueError):  # the test is over, and its socket closed
+            while readable := select.select(list(pair), [], [], BOUND)[0]:
+                for one in readable:
+                    if not (data := one.recv(65536)):
+                        return
+                    pair[one].sendall(data)
 
     def answer(seen: Seen) -> None:
         if seen.verb == "CONNECT":
