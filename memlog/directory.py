@@ -297,9 +297,8 @@ class Spools:
         _finish_what_was_cut_off(self.directory)
         _give_files_to_logs_without(self.directory)
         news: list[Notice] = []
-        held = {spool.path for spool in self} | self._left_alone
-        for path in sorted(self.directory.glob("*.db")):
-            if path in held:
+        for path in self._of_others():
+            if path in self._left_alone:
                 continue
             try:
                 news += self._consider(path)
@@ -460,7 +459,7 @@ class Spools:
         process's. A file that cannot be read, since it is damaged or none of ours, is passed over.
         """
         held = [(spool.lane(conversation), spool.places(conversation)) for spool in self]
-        others = [found for path in self._of_others() if (found := peek_lane(path, conversation)) is not None]
+        others = list(self._beside(conversation))
         # Merged and not sorted: a clock that was set back must not change the order within a spool.
         places = list(heapq.merge(*(places for _, places in held + others), key=lambda place: place.stored_at))
         start, echoes = _start_of([held, *([other] for other in others)], places[0].path if places else None)
@@ -493,8 +492,13 @@ class Spools:
 
     def is_used_elsewhere(self, conversation: str, end: int) -> bool:
         """Whether another process has something for the conversation, or has sent what stands behind ``end``."""
-        found = [at for path in self._of_others() if (at := peek_lane(path, conversation)) is not None]
-        return any(places or (facts.next_seq or 0) > end for facts, places in found)
+        return any(places or (facts.next_seq or 0) > end for facts, places in self._beside(conversation))
+
+    def _beside(self, conversation: str) -> Iterator[tuple[LaneFacts, list[Place]]]:
+        """What the spools of other processes, as far as they can be read, hold and know of the conversation."""
+        for path in self._of_others():
+            if (found := peek_lane(path, conversation)) is not None:
+                yield found
 
     def _of_others(self) -> list[Path]:
         """The files in the directory that this process does not hold."""

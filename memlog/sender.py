@@ -163,7 +163,7 @@ class Traffic:
             verdict = classify(error)
             kind = verdict.value
             if verdict in (Verdict.UNREACHABLE, Verdict.TRANSIENT):
-                kind = "unknown" if getattr(error, "outcome", "unknown") == "unknown" else "transient"
+                kind = "unknown" if _is_unknown(error) else "transient"
             self.failures[kind] += 1
 
 
@@ -362,7 +362,7 @@ class Sender:
         try:
             return await self.client.append_encoded(lane.conversation, body, sum(row.items for row in rows))
         except MemlogError as error:
-            if getattr(error, "outcome", "unknown") != "unknown" and not self._is_doubtful(lane, error):
+            if not _is_unknown(error) and not self._is_doubtful(lane, error):
                 lane.request, lane.suspect = None, False  # it was not carried out: compose anew
             await self._failed(lane, rows, error, blame=True)
             return None
@@ -760,6 +760,11 @@ def _pause_left(gate: object) -> float:
     except ValueError:
         return 0.0  # nothing noted, or damaged: the server will say so again
     return min(until - time.time(), pause, limits.RETRY_AFTER_MAX)
+
+
+def _is_unknown(error: MemlogError) -> bool:
+    """Whether the request that failed may have been carried out."""
+    return getattr(error, "outcome", "unknown") == "unknown"
 
 
 def _answer(error: MemlogError) -> str:

@@ -493,7 +493,7 @@ class Spool:
         if found is None:
             return None
         row = NewRow(*found[:5])
-        self._check(row, *found[5:])
+        _check(self.path, row, *found[5:])
         self.books.refused_batches -= 1
         self.books.refused_items -= row.items
         return row
@@ -596,7 +596,7 @@ class Spool:
             (conversation,),
         )
         for row_id, items, size, body, stored_at, crc in cursor:
-            self._check(NewRow(row_id, conversation, items, size, body), stored_at, crc)
+            _check(self.path, NewRow(row_id, conversation, items, size, body), stored_at, crc)
             yield Row(self, row_id, conversation, items, size, stored_at, body)
 
     def places(self, conversation: str) -> list[Place]:
@@ -606,9 +606,6 @@ class Spool:
     def bodies(self, ids: Sequence[int]) -> list[bytes | tuple[int, int] | None]:
         """The bytes of each batch while it is pending, then its acknowledged range; None if it is neither."""
         return _bodies(self._db, self.path, ids)
-
-    def _check(self, row: NewRow, stored_at: int, crc: int) -> None:
-        _check(self.path, row, stored_at, crc)
 
     def first_pending_id(self) -> int | None:
         """The oldest pending batch's id."""
@@ -647,7 +644,7 @@ class Spool:
         query = "SELECT id, conversation, items, size, body, stored_at, crc, refused_at, error FROM refused ORDER BY id"
         for *columns, stored_at, crc, refused_at, error in self._db.execute(query):
             row = NewRow(*columns)
-            self._check(row, stored_at, crc)
+            _check(self.path, row, stored_at, crc)
             yield *row[:4], refused_at, json.loads(error), row.body
 
 

@@ -89,13 +89,7 @@ def test_each_conversation_has_one_request_in_flight_and_keeps_its_order(
 
 def test_while_a_request_is_under_way_the_lane_collects_and_the_next_takes_all_that_fits(opened: Opener) -> None:
     """An idle lane sends at once; 300 that came meanwhile go as 250 and 50."""
-    gate = asyncio.Event()
-
-    async def hold_the_first(call: Call) -> None:
-        if call.tool == "append_memory" and len(between.appends) == 1:
-            await gate.wait()
-
-    between = Between(hold_the_first)
+    between, gate = holding_the_first()
     log = opened(between)
     append_all(log, numbered(1))
     until(lambda: len(between.appends) == 1)
@@ -108,6 +102,18 @@ def test_while_a_request_is_under_way_the_lane_collects_and_the_next_takes_all_t
     assert opened.contents()[LANE] == numbered(301)
 
 
+def holding_the_first() -> tuple[Between, asyncio.Event]:
+    """Keeps the first append under way until the event is set, in the engine's loop."""
+    gate = asyncio.Event()
+
+    async def hold(call: Call) -> None:
+        if call.tool == "append_memory" and len(between.appends) == 1:
+            await gate.wait()
+
+    between = Between(hold)
+    return between, gate
+
+
 def loop_call(function: Any) -> None:
     from memlog import engine
 
@@ -117,13 +123,7 @@ def loop_call(function: Any) -> None:
 @pytest.mark.contract("C4")
 def test_whole_batches_are_merged_and_none_is_split(opened: Opener) -> None:
     """By items and by bytes; each receipt gets the range of its own batch."""
-    gate = asyncio.Event()
-
-    async def hold_the_first(call: Call) -> None:
-        if call.tool == "append_memory" and len(between.appends) == 1:
-            await gate.wait()
-
-    between = Between(hold_the_first)
+    between, gate = holding_the_first()
     log = opened(between)
     chat = log.conversation(LANE)
     receipts = [chat.append({"n": -1})]
@@ -1159,13 +1159,7 @@ def test_the_cap_of_100_000_items_met_within_a_merge_lets_in_what_fits(
     cap, held = 100_000, 99_990
     first = 4
     asyncio.run(server.app.state.store.append("demo", LANE, [json.dumps({"n": n}) for n in range(held)]))
-    gate = asyncio.Event()
-
-    async def hold_the_first(call: Call) -> None:
-        if call.tool == "append_memory" and len(between.appends) == 1:
-            await gate.wait()
-
-    between = Between(hold_the_first)
+    between, gate = holding_the_first()
     log = opened(between)
     chat = log.conversation(LANE)
     starts = list(itertools.accumulate(sizes, initial=held + first))
